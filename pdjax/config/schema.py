@@ -1,0 +1,128 @@
+"""The configuration of a pdjax system: frozen pydantic models, one a section. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    source: str = Field(
+        "embedded:smollm2-135m-instruct", description="where the weights come from: `embedded:NAME` or the path of a GGUF file"
+    )
+    name: str | None = Field(None, description="the name that clients use; default: taken from the source")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and arithmetic")
+    max_context_tokens: int = Field(8192, ge=16, description="longest prompt plus answer, in tokens; at most what the model was made for")
+
+
+class ServerConfig(Section):
+    host: str = Field("127.0.0.1", description="address that the router's HTTP server binds to")
+    port: int = Field(8000, ge=0, le=65535, description="port of the router's HTTP server; 0 takes any free one")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body that is read")
+    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, from its arrival to its last token")
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a chat request that names none (completions: 16, as OpenAI)")
+    max_choices: int = Field(16, ge=1, description="largest `n`")
+
+
+class RouterConfig(Section):
+    control_host: str = Field("127.0.0.1", description="address that workers register at")
+    control_port: int = Field(8001, ge=0, le=65535, description="port that workers register at; 0 takes any free one")
+    max_in_flight: int = Field(256, ge=1, description="sequences in the system; beyond that clients get a 429")
+    max_attempts: int = Field(4, ge=1, description="attempts at one sequence, the first included")
+    heartbeat_timeout_s: float = Field(3.0, gt=0, description="silence after which a worker counts as gone")
+    stall_timeout_s: float = Field(
+        30.0, gt=0, description="silence of the workers of a dispatched sequence after which it is tried again elsewhere, once they miss heartbeats"
+    )
+
+
+class WorkerConfig(Section):
+    host: str = Field("127.0.0.1", description="address that a worker's gRPC server binds to")
+    port: int = Field(0, ge=0, le=65535, description="port of a worker's gRPC server; 0 takes any free one")
+    advertise_host: str | None = Field(None, description="address under which others reach this worker; default: worker.host")
+    router: str | None = Field(None, description="HOST:PORT to register at; default: router.control_host and router.control_port")
+    heartbeat_interval_s: float = Field(0.5, gt=0, description="time between two signs of life to the router")
+    max_queue: int = Field(128, ge=1, description="sequences that may wait on one worker; beyond that the worker refuses")
+
+
+class PrefillConfig(Section):
+    count: int = Field(1, ge=0, description="prefill workers that `--role all` starts")
+    device: int = Field(0, ge=0, description="index of the JAX device for prefill when one process holds both roles")
+
+
+class DecodeConfig(Section):
+    count: int = Field(1, ge=0, description="decode workers that `--role all` starts")
+    device: int = Field(1, ge=0, description="index of the JAX device for decode when one process holds both roles")
+
+
+class EngineConfig(Section):
+    page_size: int = Field(16, ge=1, description="tokens a KV page")
+    num_pages: int = Field(1024, ge=4, description="pages of the KV pool of one worker")
+    max_running: int = Field(16, ge=1, description="sequences that hold a request slot at the same time")
+    max_prefill_seqs: int = Field(8, ge=1, description="sequences that share one prefill step")
+    prefill_buckets: tuple[int, ...] = Field((16, 32, 64, 128, 256, 512), description="token counts that prefill steps are compiled for")
+    decode_buckets: tuple[int, ...] = Field((1, 2, 4, 8, 16), description="batch sizes that decode steps are compiled for")
+    transfer_buckets: tuple[int, ...] = Field((1, 4, 16, 32), description="page counts that gather and install are compiled for")
+    compile_cache: str | None = Field(
+        "~/.cache/pdjax/compile", description="folder of JAX's persistent compilation cache; null switches it off"
+    )
+
+    @model_validator(mode="after")
+    def _buckets_make_sense(self) -> EngineConfig:
+        for name in ("prefill_buckets", "decode_buckets", "transfer_buckets"):
+            buckets = getattr(self, name)
+            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+                raise ValueError(f"engine.{name} must be rising positive numbers, got {list(buckets)}")
+        if self.decode_buckets[-1] < self.max_running:
+            raise ValueError(
+                f"engine.decode_buckets ends at {self.decode_buckets[-1]}, below engine.max_running {self.max_running}"
+            )
+        return self
+
+
+class SchedulerConfig(Section):
+    prefix_cache: bool = Field(True, description="keep the KV of finished prompts in a radix tree for requests that share their start")
+    max_step_tokens: int = Field(512, ge=1, description="token budget of one prefill step; longer prompts are computed in chunks")
+    metadata_slots: int | None = Field(None, ge=1, description="metadata rows of one worker; default: 2 x engine.max_running")
+    decode_reserve_tokens: int = Field(32, ge=1, description="room for output tokens that decode reserves when it admits a sequence")
+
+
+class TransferConfig(Section):
+    kind: Literal["grpc", "device_put", "loopback"] = Field(
+        "grpc", description="how KV moves: `grpc` between processes, `device_put` inside one, `loopback` for benchmarks without a link"
+    )
+    max_chunks_in_flight: int = Field(2, ge=1, description="chunks of one sequence between gather and install")
+    bootstrap_timeout_s: float = Field(30.0, gt=0, description="how long prefill waits for decode to announce itself, and the reverse")
+    stall_timeout_s: float = Field(10.0, gt=0, description="how long a running transfer may make no progress")
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level that is logged")
+
+
+class Config(Section):
+    """A whole system. Every process of it reads the same file and takes the sections that it needs."""
+
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    router: RouterConfig = RouterConfig()
+    worker: WorkerConfig = WorkerConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    transfer: TransferConfig = TransferConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit_each_other(self) -> Config:
+        if self.scheduler.max_step_tokens > self.engine.prefill_buckets[-1]:
+            raise ValueError(
+                f"scheduler.max_step_tokens {self.scheduler.max_step_tokens} exceeds the largest of engine.prefill_buckets "
+                f"{self.engine.prefill_buckets[-1]}"
+            )
+        return self
