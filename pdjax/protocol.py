@@ -150,12 +150,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, tag="info", kw_only=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, tag="load", kw_only=True):
-    """Sent every heartbeat. Counts of sequences and pages; `ready` once everything is compiled."""
+    """Sent every heartbeat. Counts of sequences and pages; `ready` once everything is compiled.
+
+    `gauges`: further figures by name, for the router's metrics page.
+    """
 
     ready: bool
     waiting: int = 0
     running: int = 0
     free_pages: int = 0
+    gauges: dict[str, float] = {}
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):

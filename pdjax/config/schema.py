@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -47,6 +47,16 @@ class WorkerConfig(Section):
     router: str | None = Field(None, description="HOST:PORT to register at; default: router.control_host and router.control_port")
     heartbeat_interval_s: float = Field(0.5, gt=0, description="time between two signs of life to the router")
     max_queue: int = Field(128, ge=1, description="sequences that may wait on one worker; beyond that the worker refuses")
+
+    @field_validator("router")
+    @classmethod
+    def _router_is_an_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError(f"must be HOST:PORT with a port from 1 to 65535, got {value!r}")
+        return value
 
 
 class PrefillConfig(Section):
@@ -124,5 +134,10 @@ class Config(Section):
             raise ValueError(
                 f"scheduler.max_step_tokens {self.scheduler.max_step_tokens} exceeds the largest of engine.prefill_buckets "
                 f"{self.engine.prefill_buckets[-1]}"
+            )
+        if self.worker.heartbeat_interval_s * 2 > self.router.heartbeat_timeout_s:
+            raise ValueError(
+                f"worker.heartbeat_interval_s {self.worker.heartbeat_interval_s} is more than half of router.heartbeat_timeout_s "
+                f"{self.router.heartbeat_timeout_s}: one late heartbeat would cost a worker"
             )
         return self

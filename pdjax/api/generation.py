@@ -1,0 +1,99 @@
+"""From prompts and parameters to streams of text: what the HTTP surface and the Python API have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Literal, NamedTuple
+
+from pdjax.api.backend import Backend, ModelCard
+from pdjax.api.detokenizer import TextStream
+from pdjax.api.sampling_params import SamplingParams
+from pdjax.api.tokenizer import Tokenizer
+from pdjax.errors import WorkerFailed
+from pdjax.protocol import Finished, Sampling, TokenOut
+
+
+class TextRequest(NamedTuple):
+    """One sequence to generate. `stop` are strings, `named_stop_ids` the stop tokens that the client itself asked for."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: Sampling
+    stop: tuple[str, ...]
+    named_stop_ids: tuple[int, ...]
+    deadline_s: float
+
+
+class Finish(NamedTuple):
+    """How an answer ended. `stop_reason`: the client's stop string or stop token; None at the model's own end or at the length limit.
+
+    `cached_tokens`: prompt tokens that were not computed; None where a stop string ended the work before the workers had told.
+    """
+
+    reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    cached_tokens: int | None
+
+
+class Delta(NamedTuple):
+    """One step of an answer: at most one more token, the text that is now certain, and at the end how it ended.
+
+    `text` may be empty (half a character, the possible start of a stop string) and may come later than its token. The token that stops
+    an answer counts as a token and has no text.
+    """
+
+    text: str
+    token: TokenOut | None
+    finish: Finish | None
+
+
+def plan(
+    card: ModelCard,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    default_max_tokens: int,
+    request_id: str,
+    deadline_s: float,
+) -> list[TextRequest]:
+    """The sequences of one request: `params.n` for each prompt, in order. Raises BadRequest before any work."""
+    requests = []
+    for prompt in prompts:
+        for choice in range(params.n):
+            sampling = params.to_sampling(card, len(prompt), default_max_tokens, choice)
+            sequence_id = f"{request_id}-{len(requests)}"
+            requests.append(TextRequest(sequence_id, prompt, sampling, params.stop, params.stop_token_ids, deadline_s))
+    return requests
+
+
+async def generate_text(backend: Backend, tokenizer: Tokenizer, request: TextRequest) -> AsyncGenerator[Delta, None]:
+    """Generate one sequence; the last `Delta` has its `finish`. Raises what `Backend.generate` raises.
+
+    The backend's work has stopped when the last `Delta` is given, and whenever this generator is closed.
+    """
+    text = TextStream(tokenizer, request.stop)
+    stop_ids = frozenset(request.sampling.stop_token_ids)
+    last: Delta | None = None
+    source = backend.generate(request.request_id, request.prompt, request.sampling, request.deadline_s)
+    async with aclosing(source) as events:
+        async for event in events:
+            if isinstance(event, Finished):
+                last = Delta(text.finish(), None, _finish(event, request))
+                break
+            if event.token in stop_ids:
+                yield Delta("", event, None)
+                continue
+            piece = text.push(event.token)
+            if text.stopped is not None:
+                last = Delta(piece, event, Finish("stop", text.stopped, None))
+                break
+            yield Delta(piece, event, None)
+    if last is None:
+        raise WorkerFailed(f"the tokens of {request.request_id} broke off without an end")
+    yield last
+
+
+def _finish(event: Finished, request: TextRequest) -> Finish:
+    assert event.reason != "handed_off", f"{request.request_id}: a hand-over is no end of an answer"
+    stop_reason = event.stop_token if event.stop_token in request.named_stop_ids else None
+    return Finish(event.reason, stop_reason, event.cached_tokens)

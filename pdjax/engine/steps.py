@@ -1,0 +1,139 @@
+"""The two programs that run the model: a prefill step over ragged chunks and a decode step of one token a sequence.
+
+Both return hidden states, not logits: what is sampled from them, and how, is the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pdjax.engine.batch import DecodeSeq, PrefillSeq
+from pdjax.engine.packing import Field, PackedLayout
+from pdjax.engine.weights import PlacedWeights
+from pdjax.kernels.base import Attention, DecodeBatch, PrefillBatch
+from pdjax.models.llama import Llama, Step, rotary_tables
+
+RunLayers = Callable[[Llama, PlacedWeights, jax.Array, jax.Array, Step], tuple[jax.Array, jax.Array]]
+
+
+def run_scanned(model: Llama, weights: PlacedWeights, x: jax.Array, pool: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+    return model.scanned(weights.stacked, x, pool, step)
+
+
+def run_unrolled(model: Llama, weights: PlacedWeights, x: jax.Array, pool: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+    return model.unrolled(weights.by_layer, x, pool, step)
+
+
+class StepDimensions(NamedTuple):
+    """Static sizes that all steps of an engine share."""
+
+    page_size: int
+    table_pages: int
+    max_prefill_seqs: int
+    padding_slot: int
+
+
+def prefill_layout(dims: StepDimensions, num_rows: int) -> PackedLayout:
+    seqs = (dims.max_prefill_seqs,)
+    return PackedLayout(
+        {
+            "tokens": Field((num_rows,)),
+            "tables": Field((*seqs, dims.table_pages)),
+            "first_rows": Field(seqs),
+            "starts": Field(seqs),
+            "lengths": Field(seqs),
+            "sampled_rows": Field(seqs),
+        }
+    )
+
+
+def pack_prefill(layout: PackedLayout, seqs: list[PrefillSeq], sampled: list[int]) -> np.ndarray:
+    """`sampled`: which of `seqs` are sampled from; their hidden states come first in the step's result, in this order."""
+    flat, views = layout.new()
+    row, last_rows = 0, []
+    for i, seq in enumerate(seqs):
+        views["tokens"][row : row + len(seq.tokens)] = seq.tokens
+        views["tables"][i, : len(seq.pages)] = seq.pages
+        views["first_rows"][i], views["starts"][i], views["lengths"][i] = row, seq.start, len(seq.tokens)
+        row += len(seq.tokens)
+        last_rows.append(row - 1)
+    views["first_rows"][len(seqs) :] = row
+    views["sampled_rows"][: len(sampled)] = [last_rows[i] for i in sampled]
+    return flat
+
+
+def decode_layout(dims: StepDimensions, num_seqs: int) -> PackedLayout:
+    seqs = (num_seqs,)
+    return PackedLayout(
+        {
+            "tokens": Field(seqs),
+            "is_on_device": Field(seqs),
+            "slots": Field(seqs),
+            "positions": Field(seqs),
+            "tables": Field((*seqs, dims.table_pages)),
+        }
+    )
+
+
+def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: list[DecodeSeq]) -> np.ndarray:
+    flat, views = layout.new()
+    views["slots"][len(seqs) :] = dims.padding_slot
+    for i, seq in enumerate(seqs):
+        views["tokens"][i] = seq.token or 0
+        views["is_on_device"][i] = seq.token is None
+        views["slots"][i], views["positions"][i] = seq.slot, seq.position
+        views["tables"][i, : len(seq.pages)] = seq.pages
+    return flat
+
+
+def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """Build the prefill step for `num_rows` tokens: (weights, pool, packed) -> (pool, hidden of all sampled rows, of the first one)."""
+    layout = prefill_layout(dims, num_rows)
+
+    def prefill(weights: PlacedWeights, pool: jax.Array, packed: jax.Array) -> tuple[jax.Array, ...]:
+        host = layout.read(packed)
+        batch = PrefillBatch(host["tables"], host["first_rows"], host["starts"], host["lengths"])
+        sequences, positions, is_real = _row_owners(batch, num_rows)
+        pages = jnp.where(is_real, batch.tables[sequences, positions // dims.page_size], 0)
+        cos, sin = rotary_tables(positions, model.shape)
+        step = Step(cos, sin, pages, positions % dims.page_size, attention.prefill(batch, num_rows))
+        ends = model.ends(weights.ends)
+        x, pool = run_scanned(model, weights, ends.embedded(host["tokens"]), pool, step)
+        hidden = ends.normed(x[host["sampled_rows"]])
+        return pool, hidden, hidden[:1]
+
+    return prefill
+
+
+def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each row: its sequence, its position (0 for padding rows), and whether it belongs to a sequence at all."""
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    ends = batch.first_rows + batch.lengths
+    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), ends.shape[0] - 1)
+    is_real = rows < ends[-1]
+    return sequences, jnp.where(is_real, batch.starts[sequences] + rows - batch.first_rows[sequences], 0), is_real
+
+
+def make_decode(
+    model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int, run_layers: RunLayers
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Build the decode step for `num_seqs` sequences: (weights, pool, last_token, packed) -> (pool, hidden)."""
+    layout = decode_layout(dims, num_seqs)
+
+    def decode(weights: PlacedWeights, pool: jax.Array, last_token: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        host = layout.read(packed)
+        positions, tables = host["positions"], host["tables"]
+        tokens = jnp.where(host["is_on_device"] > 0, last_token[host["slots"]], host["tokens"])
+        pages = tables[jnp.arange(num_seqs), positions // dims.page_size]
+        cos, sin = rotary_tables(positions, model.shape)
+        step = Step(cos, sin, pages, positions % dims.page_size, attention.decode(DecodeBatch(tables, positions + 1)))
+        ends = model.ends(weights.ends)
+        x, pool = run_layers(model, weights, ends.embedded(tokens), pool, step)
+        return pool, ends.normed(x)
+
+    return decode

@@ -1,0 +1,84 @@
+"""Prompts in progress and how one step's token budget is spent on them; the same for a prefill worker and for local prefill on decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdjax.scheduler.memory import Lease
+from pdjax.scheduler.sequence import Answer
+
+
+@dataclass(slots=True, eq=False)
+class Computing:
+    """A prompt that is being computed. Owns its request slot and its lease.
+
+    `num_launched`: tokens whose KV is in the pool or will be once the steps in flight have run, the cached prefix included.
+    `is_dropped` is set when the sequence leaves early; results of steps still in flight are then ignored.
+    """
+
+    answer: Answer
+    slot: int
+    lease: Lease
+    num_cached: int
+    num_launched: int
+    is_dropped: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answer.tokens)
+
+    @property
+    def is_launched(self) -> bool:
+        return self.num_launched == self.num_tokens
+
+
+class PrefillPart(NamedTuple):
+    """One sequence's share of a prefill step: tokens `start .. end`. `is_last` samples the token behind them."""
+
+    seq: Computing
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What is left of one prefill step while it is put together. Lives for one scheduling pass."""
+
+    tokens: int
+    seqs: int
+
+    @property
+    def is_spent(self) -> bool:
+        return self.tokens == 0 or self.seqs == 0
+
+    def take_chunk(self, seq: Computing, page_size: int) -> PrefillPart | None:
+        """Launch the next chunk of `seq` within the budget. All chunks but the last end at a page border, so that full pages can leave at
+        once; None where the rest of the budget holds no full page."""
+        remaining = seq.num_tokens - seq.num_launched
+        count = min(remaining, self.tokens)
+        if count < remaining:
+            count = (seq.num_launched + count) // page_size * page_size - seq.num_launched
+        if count <= 0 or self.seqs == 0:
+            return None
+        part = PrefillPart(seq, seq.num_launched, seq.num_launched + count)
+        seq.num_launched = part.end
+        self.tokens -= count
+        self.seqs -= 1
+        return part
+
+
+def take_chunks(budget: StepBudget, seqs: Iterable[Computing], page_size: int) -> list[PrefillPart]:
+    """One chunk of each sequence that still has tokens to launch, first come first served, until the budget is spent."""
+    parts = []
+    for seq in seqs:
+        if budget.is_spent:
+            break
+        if not seq.is_launched and (part := budget.take_chunk(seq, page_size)):
+            parts.append(part)
+    return parts

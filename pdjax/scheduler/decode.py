@@ -1,0 +1,394 @@
+"""Scheduling on a decode worker: admission, transfer, local prefill, continuous batching, retraction.
+
+A sequence moves through queued (holds nothing), then either receiving (its KV comes from a prefill worker) or computing (its prompt is
+computed here: no prefill worker was given, or it was retracted), then running. Queued sequences come in two lines: retracted ones go
+before new ones, and while one of them waits nothing new is admitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pdjax.protocol import KVPoll, Peer, SequenceRequest, TokenOut, Tokens
+from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
+from pdjax.scheduler.deadlines import Deadlines
+from pdjax.scheduler.memory import KVMemory, Lease
+from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
+from pdjax.scheduler.outcomes import Outcome, Outcomes
+from pdjax.scheduler.sequence import Answer, answer_end, longest_tokens, refuse_reason
+from pdjax.scheduler.slots import SlotPool
+
+
+class Chunk(Protocol):
+    first_page: int
+    num_pages: int
+    kv: object
+
+
+class Receiver(Protocol):
+    """The part of a transport's receiver that the scheduler uses; `pdjax.transfer.base.KVReceiver` says what each does."""
+
+    def poll(self) -> KVPoll: ...
+    def take(self) -> Sequence[Chunk]: ...
+    def metadata(self) -> bytes: ...
+    def abort(self) -> None: ...
+    def failure(self) -> str | None: ...
+    def is_refused(self) -> bool: ...
+
+
+class Sink(Protocol):
+    """Where receivers come from; `pdjax.transfer.base.KVSink`."""
+
+    def open(self, room: int, source: Peer, decode_prefix_tokens: int) -> Receiver: ...
+
+
+class DecodeLimits(NamedTuple):
+    """`reserve_tokens`: room for output tokens that admission takes at once; what an answer needs beyond it is taken page by page."""
+
+    max_step_tokens: int
+    max_step_seqs: int
+    max_queue: int
+    max_context_tokens: int
+    reserve_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Receiving:
+    """Owns a request slot, a metadata slot, a lease for the prompt and the reserve, and its receiver.
+
+    `num_pages`: the prompt's first pages that are in the pool, those of decode's own cache included. `state`: the room's, as it was
+    before the last chunks were taken, so that SUCCESS means that nothing is left to install.
+    """
+
+    answer: Answer
+    receiver: Receiver
+    slot: int
+    metadata_slot: int
+    lease: Lease
+    num_pages: int
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """Owns a request slot and a lease.
+
+    `position`: where the next step writes KV; the tokens before it are in the pool or in flight. `next_token`: the token at `position`
+    where the host knows it and the device does not (right after a transfer); None: the device has it from its previous step.
+    `admitted`: rises with each admission; under page pressure the youngest is retracted. `is_dropped`: see `Computing`.
+    """
+
+    answer: Answer
+    slot: int
+    lease: Lease
+    position: int
+    next_token: int | None
+    num_cached: int
+    admitted: int
+    is_dropped: bool = False
+
+    @property
+    def next_index(self) -> int:
+        """Index in the answer of the token that the next step samples."""
+        return self.answer.index_at(self.position + 1)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the steps in flight reach the answer's last token."""
+        return self.next_index >= self.answer.request.sampling.max_tokens
+
+
+class InstallOrder(NamedTuple):
+    """Write `kv`, as it came out of the transport, to `pages` of the pool now."""
+
+    pages: list[int]
+    kv: object
+
+
+class DecodePart(NamedTuple):
+    """One sequence's share of a decode step, as it was when the step was launched."""
+
+    seq: Running
+    token: int | None
+    position: int
+    index: int
+
+
+class DecodeScheduler:
+    """For the engine loop only. `next_prefill` and `next_decode` commit what they give out: the caller launches it at once, in order."""
+
+    def __init__(self, memory: KVMemory, slots: SlotPool, metadata: MetadataSlots, sink: Sink, limits: DecodeLimits):
+        self.memory = memory
+        self.slots = slots
+        self.metadata = metadata
+        self.sink = sink
+        self.limits = limits
+        self._queued: deque[Answer] = deque()
+        self._retracted: deque[Answer] = deque()
+        self._receiving: dict[str, Receiving] = {}
+        self._computing: dict[str, Computing] = {}
+        self._running: dict[str, Running] = {}
+        self._deadlines = Deadlines()
+        self._outcomes = Outcomes()
+        self.num_admitted = 0
+        self.num_retractions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queued) + len(self._retracted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._receiving) + len(self._computing) + len(self._running)
+
+    def take_outcomes(self) -> list[Outcome]:
+        return self._outcomes.take()
+
+    def next_deadline_s(self) -> float | None:
+        return self._deadlines.next_s()
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue the request, or refuse it with an outcome; a refused request leaves nothing behind."""
+        # The last token of an answer is never an input, so its KV is never held.
+        needed = longest_tokens(request) - 1
+        reason = refuse_reason(request, needed, self.memory.capacity_tokens, self.limits.max_context_tokens)
+        if reason:
+            return self._outcomes.fail(request.request_id, "rejected", reason, retriable=False)
+        if self.num_waiting >= self.limits.max_queue:
+            message = f"{self.num_waiting} requests wait already, the limit is {self.limits.max_queue}"
+            return self._outcomes.fail(request.request_id, "over_capacity", message, retriable=True)
+        self._deadlines.add(request.request_id, request.deadline_s)
+        self._queued.append(Answer.start(request))
+
+    def abort(self, request_id: str, kind: str = "aborted", message: str = "aborted by the client") -> None:
+        """End the request wherever it is and free what it holds; no effect on one that has ended."""
+        if request_id in self._running:
+            self._free_running(self._running[request_id])
+        elif request_id in self._computing:
+            self._free_computing(self._computing[request_id])
+        elif request_id in self._receiving:
+            self._free_receiving(self._receiving[request_id])
+        elif not self._unqueue(request_id):
+            return
+        self._deadlines.remove(request_id)
+        self._outcomes.fail(request_id, kind, message, retriable=kind not in ("aborted", "deadline", "rejected"))
+
+    def installs(self) -> Iterator[InstallOrder]:
+        """Chunks that have arrived. To be exhausted before each `advance`."""
+        for entry in list(self._receiving.values()):
+            entry.state = entry.receiver.poll()
+            for chunk in entry.receiver.take():
+                end = chunk.first_page + chunk.num_pages
+                if chunk.first_page != entry.num_pages or end > self.memory.pages_for(len(entry.answer.tokens)):
+                    self._fail_transfer(entry, f"pages {chunk.first_page}..{end} arrived where page {entry.num_pages} was due")
+                    break
+                entry.num_pages = end
+                yield InstallOrder(entry.lease.pages[chunk.first_page : end], chunk.kv)
+
+    def advance(self, now_s: float) -> list[Running]:
+        """Take note of deadlines and of ended transfers, then admit what fits. Returns the sequences that start to run now."""
+        for request_id in self._deadlines.pop_due(now_s):
+            self.abort(request_id, "deadline", "the deadline passed during decode")
+        started = [seq for entry in list(self._receiving.values()) if (seq := self._advance_transfer(entry))]
+        while self._admit():
+            pass
+        return started
+
+    def next_prefill(self) -> list[PrefillPart]:
+        """The next local prefill step; empty where no prompt has to be computed here."""
+        budget = StepBudget(self.limits.max_step_tokens, self.limits.max_step_seqs)
+        parts = take_chunks(budget, self._computing.values(), self.memory.page_size)
+        for part in parts:
+            if part.is_last:
+                self._start_local(part.seq)
+        return parts
+
+    def next_decode(self) -> list[DecodePart]:
+        """The next decode step: every running sequence whose next token is not in flight already and whose page could be had."""
+        ready = []
+        for seq in list(self._running.values()):
+            if not seq.is_dropped and not seq.is_launched and self._make_room(seq):
+                ready.append(seq)
+        return [self._launch(seq) for seq in ready if not seq.is_dropped]
+
+    def settle_prefill(self, part: PrefillPart, token: TokenOut | None) -> None:
+        """Take in what a local prefill step sampled; None for chunks that are not the last."""
+        running = self._running.get(part.seq.answer.request_id)
+        # A retracted sequence comes back with an answer object of its own.
+        if token is not None and running is not None and running.answer is part.seq.answer:
+            self._take_token(running, token)
+
+    def settle_decode(self, part: DecodePart, token: TokenOut) -> None:
+        """Take in what a decode step sampled."""
+        if not part.seq.is_dropped:
+            self._take_token(part.seq, token)
+
+    def check(self) -> None:
+        """Assert that slots and pages are held by exactly those who should."""
+        holders = [*self._receiving.values(), *self._computing.values(), *self._running.values()]
+        self.memory.check([holder.lease for holder in holders])
+        assert self.slots.num_held == len(holders), f"{self.slots.num_held} slots held by {len(holders)} sequences"
+        assert self.metadata.num_held == len(self._receiving), (
+            f"{self.metadata.num_held} metadata slots held by {len(self._receiving)} sequences"
+        )
+
+    def _admit(self) -> bool:
+        """Admit the head of the line; False where nobody waits or it has to wait on."""
+        line = self._retracted or self._queued
+        if not line or self.slots.num_free == 0:
+            return False
+        answer = line[0]
+        is_admitted = self._admit_local(answer) if line is self._retracted or answer.request.prefill is None else self._admit_remote(answer)
+        if is_admitted:
+            line.popleft()
+        return is_admitted
+
+    def _reserve(self, answer: Answer, max_prefix_tokens: int) -> Lease | None:
+        """Pages for the tokens so far and the start of the answer, leaving each running sequence a page to grow into."""
+        wanted = min(len(answer.tokens) + self.limits.reserve_tokens, longest_tokens(answer.request) - 1)
+        return self.memory.lease(answer.tokens, max_prefix_tokens, wanted, spare_pages=len(self._running))
+
+    def _admit_local(self, answer: Answer) -> bool:
+        # At least the last token is computed: its logits choose the next one.
+        lease = self._reserve(answer, len(answer.tokens) - 1)
+        if lease is None:
+            return False
+        cached = lease.num_shared * self.memory.page_size
+        self._computing[answer.request_id] = Computing(answer, self._take_slot(), lease, cached, cached)
+        return True
+
+    def _admit_remote(self, answer: Answer) -> bool:
+        metadata_slot = self.metadata.allocate()
+        if metadata_slot is None:
+            return False
+        lease = self._reserve(answer, len(answer.tokens))
+        if lease is None:
+            self.metadata.free(metadata_slot)
+            return False
+        request = answer.request
+        assert request.prefill is not None
+        receiver = self.sink.open(request.room, request.prefill, lease.num_shared * self.memory.page_size)
+        self._receiving[answer.request_id] = Receiving(answer, receiver, self._take_slot(), metadata_slot, lease, lease.num_shared)
+        return True
+
+    def _take_slot(self) -> int:
+        slot = self.slots.allocate()
+        assert slot is not None, "admission goes on only while request slots are free"
+        return slot
+
+    def _advance_transfer(self, entry: Receiving) -> Running | None:
+        """The running sequence where the transfer is complete and right; None where it goes on or has failed."""
+        if entry.state == KVPoll.FAILED:
+            self._fail_transfer(entry, entry.receiver.failure() or "transfer failed")
+        if entry.state != KVPoll.SUCCESS:
+            return None
+        expected = self.memory.pages_for(len(entry.answer.tokens))
+        if entry.num_pages != expected:
+            return self._fail_transfer(entry, f"{entry.num_pages} pages arrived of {expected}")
+        try:
+            row = MetadataRow.from_bytes(entry.receiver.metadata()).for_room(entry.answer.request.room)
+        except ValueError as error:
+            return self._fail_transfer(entry, str(error))
+        if row.step != entry.answer.next_index:
+            return self._fail_transfer(entry, f"first token has index {row.step}, expected {entry.answer.next_index}")
+        return self._start_received(entry, row)
+
+    def _fail_transfer(self, entry: Receiving, message: str) -> None:
+        is_refused = entry.receiver.is_refused()
+        self.abort(entry.answer.request_id, "rejected" if is_refused else "transfer", message)
+
+    def _start_received(self, entry: Receiving, row: MetadataRow) -> Running | None:
+        answer = entry.answer
+        del self._receiving[answer.request_id]
+        self.metadata.free(entry.metadata_slot)
+        self.memory.publish(entry.lease, answer.tokens)
+        running = self._start(answer, entry.slot, entry.lease, row.first_token, row.cached_tokens)
+        answer.tokens.append(row.first_token)
+        if end := answer_end(row.first_token, row.step, answer.request.sampling):
+            self._finish(running, end)
+            return None
+        return running
+
+    def _start_local(self, seq: Computing) -> None:
+        """The last chunk is launched: the sequence decodes from the next step on, its first token still on the device."""
+        del self._computing[seq.answer.request_id]
+        self.memory.publish(seq.lease, seq.answer.tokens)
+        self._start(seq.answer, seq.slot, seq.lease, None, seq.num_cached)
+
+    def _start(self, answer: Answer, slot: int, lease: Lease, next_token: int | None, num_cached: int) -> Running:
+        self.num_admitted += 1
+        running = Running(answer, slot, lease, len(answer.tokens), next_token, num_cached, self.num_admitted)
+        self._running[answer.request_id] = running
+        return running
+
+    def _launch(self, seq: Running) -> DecodePart:
+        part = DecodePart(seq, seq.next_token, seq.position, seq.next_index)
+        seq.position += 1
+        seq.next_token = None
+        return part
+
+    def _make_room(self, seq: Running) -> bool:
+        """Get the page that the next step of `seq` writes to. The youngest running sequence gives way first, `seq` itself if need be; alone,
+        `seq` waits for those that are being received or computed."""
+        while not self.memory.extend(seq.lease, seq.position + 1):
+            youngest = max(self._running.values(), key=lambda running: running.admitted)
+            if len(self._running) > 1:
+                self._retract(youngest)
+            if youngest is seq:
+                return False
+        return True
+
+    def _retract(self, seq: Running) -> None:
+        """Take pages and slot from `seq`; it will be computed again from its tokens so far, most of them out of the tree with luck."""
+        num_computed = min(seq.position, len(seq.answer.tokens))
+        self.memory.publish(seq.lease, seq.answer.tokens[:num_computed])
+        self._free_running(seq)
+        self.num_retractions += 1
+        self._retracted.appendleft(Answer(seq.answer.request, seq.answer.tokens))
+
+    def _take_token(self, seq: Running, token: TokenOut) -> None:
+        answer = seq.answer
+        assert token.index == answer.next_index, f"token {token.index} of {answer.request_id} came where {answer.next_index} was due"
+        answer.tokens.append(token.token)
+        self._outcomes.add(answer.request_id, Tokens([token]))
+        if end := answer_end(token.token, token.index, answer.request.sampling):
+            self._finish(seq, end)
+
+    def _finish(self, seq: Running, reason: str) -> None:
+        answer = seq.answer
+        # The last token was never an input, so its KV does not exist.
+        self.memory.publish(seq.lease, answer.tokens[:-1])
+        self._free_running(seq)
+        self._deadlines.remove(answer.request_id)
+        stop_token = answer.tokens[-1] if reason == "stop" else None
+        self._outcomes.finish(answer.request_id, reason, seq.num_cached, stop_token)
+
+    def _free_running(self, seq: Running) -> None:
+        seq.is_dropped = True
+        del self._running[seq.answer.request_id]
+        self.memory.release(seq.lease)
+        self.slots.free(seq.slot)
+
+    def _free_computing(self, seq: Computing) -> None:
+        seq.is_dropped = True
+        del self._computing[seq.answer.request_id]
+        self.memory.release(seq.lease)
+        self.slots.free(seq.slot)
+
+    def _free_receiving(self, entry: Receiving) -> None:
+        del self._receiving[entry.answer.request_id]
+        entry.receiver.abort()
+        self.metadata.free(entry.metadata_slot)
+        self.memory.release(entry.lease)
+        self.slots.free(entry.slot)
+
+    def _unqueue(self, request_id: str) -> bool:
+        for line in (self._retracted, self._queued):
+            for answer in line:
+                if answer.request_id == request_id:
+                    line.remove(answer)
+                    return True
+        return False

@@ -1,0 +1,110 @@
+"""The prefill role: computes prompts, gives the first token, sends the KV."""
+
+from __future__ import annotations
+
+from pdjax.engine.batch import PrefillSeq, StepOutput
+from pdjax.engine.engine import Engine
+from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
+from pdjax.scheduler.chunks import PrefillPart
+from pdjax.scheduler.outcomes import Outcome
+from pdjax.scheduler.prefill import PrefillScheduler
+from pdjax.transfer.base import KVSource, Wake
+from pdjax.worker.reader import PrefillStep, StepReader
+from pdjax.worker.role import MAX_STEPS_IN_FLIGHT, Role
+from pdjax.worker.tokens import token_out
+
+
+class PrefillRole(Role):
+    def __init__(self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake):
+        self._engine = engine
+        self._scheduler = scheduler
+        self._source = source
+        self._reader = StepReader(engine.read, wake, "prefill-reader")
+
+    def submit(self, request: SequenceRequest) -> None:
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)
+
+    def turn(self, now_s: float) -> None:
+        for step, output in self._reader.take():
+            self._settle(step, output)
+        self._scheduler.advance(now_s)
+        self._send()
+        while self._reader.num_in_flight < MAX_STEPS_IN_FLIGHT and (parts := self._scheduler.next_step()):
+            self._launch(parts)
+            self._send()
+        self._scheduler.finish_sends()
+
+    def take_outcomes(self) -> list[Outcome]:
+        return self._scheduler.take_outcomes()
+
+    def next_deadline_s(self) -> float | None:
+        return self._scheduler.next_deadline_s()
+
+    def load(self) -> WorkerLoad:
+        scheduler = self._scheduler
+        return WorkerLoad(
+            ready=True,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            free_pages=scheduler.memory.pool.num_free + scheduler.memory.cache.num_evictable_pages,
+            gauges={
+                "slots_held": scheduler.slots.num_held,
+                "metadata_slots_held": scheduler.metadata.num_held,
+                "pages_private": scheduler.memory.num_private,
+                "pages_cached": scheduler.memory.cache.num_pages,
+                "rooms_open": self._source.open_rooms(),
+                "compilations_after_warm_up": self._engine.compilations_after_warm_up(),
+            },
+        )
+
+    def check(self) -> None:
+        self._scheduler.check()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._source.close()
+
+    def _launch(self, parts: list[PrefillPart]) -> None:
+        """Dispatch one step. Gathers for pages that it computes are dispatched after it and before the next step, which donates the pool."""
+        for part in parts:
+            start_history(self._engine, part)
+        handle = self._engine.launch_prefill([prefill_seq(part) for part in parts])
+        self._reader.put(PrefillStep(parts), handle)
+
+    def _send(self) -> None:
+        for order in self._scheduler.sends():
+            order.sender.send(order.first_page, len(order.pages), self._engine.gather(order.pages))
+
+    def _settle(self, step: PrefillStep, output: StepOutput) -> None:
+        for row, part in enumerate(step.parts):
+            self._scheduler.settle(part, sampled(part, output, row))
+
+
+def prefill_seq(part: PrefillPart) -> PrefillSeq:
+    answer = part.seq.answer
+    return PrefillSeq(
+        slot=part.seq.slot,
+        tokens=answer.tokens[part.start : part.end],
+        start=part.start,
+        pages=part.seq.lease.pages,
+        sampling=answer.request.sampling,
+        output_index=answer.next_index if part.is_last else None,
+    )
+
+
+def sampled(part: PrefillPart, output: StepOutput, row: int) -> TokenOut | None:
+    """The token that the last chunk of a prompt sampled; None for the other chunks."""
+    answer = part.seq.answer
+    if not part.is_last:
+        return None
+    return token_out(output, row, answer.index_at(part.end), answer.request.sampling)
+
+
+def start_history(engine: Engine, part: PrefillPart) -> None:
+    """Before a prompt's first chunk: tell the sampler what the sequence holds, where its sampling needs that."""
+    answer = part.seq.answer
+    if part.start == part.seq.num_cached and answer.request.sampling.uses_history:
+        engine.set_history(part.seq.slot, *answer.split())
