@@ -86,7 +86,7 @@ def _tile_list(batch: PrefillBatch, num_rows: int, tile_rows: int) -> _Tiles:
     per_sequence = (batch.lengths + tile_rows - 1) // tile_rows
     last_tile = jnp.cumsum(per_sequence)
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right"), num_sequences - 1)
+    sequence = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), num_sequences - 1)
     offset = (tile - last_tile[sequence] + per_sequence[sequence]) * tile_rows
     positions = batch.starts[sequence] + offset
     ends = jnp.minimum(positions + tile_rows, batch.starts[sequence] + batch.lengths[sequence])

@@ -69,12 +69,15 @@ class Child:
                 raise ChildDied(self.epitaph())
         return self.ready.result()
 
-    def epitaph(self) -> str:
-        """How the child ended and its last words. Only once `exited` is done."""
+    def how_it_ended(self) -> str:
+        """One line. Only once `exited` is done."""
         status = self.exited.result()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        words = [self._gave_up] if self._gave_up is not None else list(self.tail)
-        return "\n".join([f"{self.name} {how}", *(f"  {line}" for line in words)])
+        return f"{self.name} was killed by {signal.Signals(-status).name}" if status < 0 else f"{self.name} ended with exit status {status}"
+
+    def epitaph(self) -> str:
+        """How the child ended, and why: what it said when it gave up, or else its last lines. Only once `exited` is done."""
+        words = [self._gave_up] if self._gave_up is not None else self.tail
+        return "\n".join([self.how_it_ended(), *(f"  {line}" for line in words)])
 
     def send(self, number: signal.Signals) -> None:
         """Signal the child's whole process group; no effect once it has exited."""

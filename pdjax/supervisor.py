@@ -63,33 +63,42 @@ class Supervisor:
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_stop_signal, number)
+        """Start, keep and in the end stop the system; the exit status for the process."""
+        handled = self._handle_signals()
         serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
             failure = await self._end(serving)
+        finally:
             stopping.cancel()
             await self._stop_children()
-            for number in STOP_SIGNALS:
-                loop.remove_signal_handler(number)
+            for number in handled:
+                asyncio.get_running_loop().remove_signal_handler(number)
         if failure is not None:
             self._log(f"error: {failure}")
         return 0 if failure is None else 1
 
+    def _handle_signals(self) -> list[signal.Signals]:
+        # nohup has SIGHUP ignored on purpose; a shell ignores SIGINT for background jobs, which one still wants to interrupt by number.
+        numbers = [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_stop_signal, number)
+        return numbers
+
     async def _end(self, serving: asyncio.Task[None]) -> str | None:
         """Stop starting and replacing children. Why the system failed; None where it was asked to stop."""
         serving.cancel()
-        try:
-            await serving
-        except asyncio.CancelledError:
+        await asyncio.wait({serving})
+        if serving.cancelled() or self._stop.is_set():
             return None
-        except* SystemFailed as failures:
-            return str(failures.exceptions[0])
-        raise AssertionError("serving ends by cancellation or failure only")
+        failure = serving.exception()
+        assert failure is not None, "serving ends by cancellation or failure only"
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if not isinstance(failure, SystemFailed):
+            raise failure
+        return str(failure)
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -136,7 +145,7 @@ class Supervisor:
                 if not first_start.done():
                     first_start.set_result(None)
                 await asyncio.shield(child.exited)
-                reason = child.epitaph()
+                reason = child.how_it_ended()
             except ChildDied as death:
                 if not first_start.done():
                     raise SystemFailed(str(death)) from None

@@ -40,12 +40,13 @@ class Delta(NamedTuple):
     """One step of an answer: at most one more token, the text that is now certain, and at the end how it ended.
 
     `text` may be empty (half a character, the possible start of a stop string) and may come later than its token. The token that stops
-    an answer counts as a token and has no text.
+    an answer counts as a token and has no text. `text_offset`: where in the answer, in characters, the token's text begins.
     """
 
     text: str
-    token: TokenOut | None
-    finish: Finish | None
+    token: TokenOut | None = None
+    text_offset: int = 0
+    finish: Finish | None = None
 
 
 def plan(
@@ -78,16 +79,14 @@ async def generate_text(backend: Backend, tokenizer: Tokenizer, request: TextReq
     async with aclosing(source) as events:
         async for event in events:
             if isinstance(event, Finished):
-                last = Delta(text.finish(), None, _finish(event, request))
+                last = Delta(text.finish(), finish=_finish(event, request))
                 break
-            if event.token in stop_ids:
-                yield Delta("", event, None)
-                continue
-            piece = text.push(event.token)
+            offset = text.num_chars
+            piece = "" if event.token in stop_ids else text.push(event.token)
             if text.stopped is not None:
-                last = Delta(piece, event, Finish("stop", text.stopped, None))
+                last = Delta(piece, event, offset, Finish("stop", text.stopped, None))
                 break
-            yield Delta(piece, event, None)
+            yield Delta(piece, event, offset)
     if last is None:
         raise WorkerFailed(f"the tokens of {request.request_id} broke off without an end")
     yield last

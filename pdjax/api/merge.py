@@ -60,3 +60,5 @@ async def _interleaved(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGener
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:  # those whose task never got to start
+            await stream.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from typing import Any, NamedTuple
 
 from pdjax.api.backend import ModelCard
@@ -75,7 +76,7 @@ def check_vocabulary(ids: list[Any], vocab_size: int, param: str) -> None:
     """Raises BadRequest naming the first of `ids` that is no token id."""
     for index, token in enumerate(ids):
         if type(token) is not int:
-            raise BadRequest(f"{param}[{index}] must be an integer, got {repr(token)[:80]}", param)
+            raise BadRequest(f"{param}[{index}] must be an integer, got {reprlib.repr(token)}", param)
         if not 0 <= token < vocab_size:
             raise BadRequest(f"{param}[{index}]: token id {token} is outside the vocabulary of {vocab_size} tokens", param)
 

@@ -46,7 +46,7 @@ class SamplingParams:
     """Parameters of one request, with OpenAI's names, meanings and defaults where it has them, vLLM's elsewhere.
 
     `max_tokens` None: the server's default, clipped to what fits the context. `top_k` 0 or -1: no limit. `logprobs` None: none wanted;
-    0: each output token's; k: also the k best. `stop` strings end the answer and are not part of it. Raises pydantic's ValidationError
+    0: each output token's; k: also the k best. `min_tokens` keeps stop tokens away, not stop strings. `stop` strings end the answer and are not part of it. Raises pydantic's ValidationError
     (a ValueError) naming field, limit and value.
     """
 

@@ -7,9 +7,10 @@ Three kinds of those: without effect here (accepted), effect missing (accepted a
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdjax.api.errors import InvalidField
 from pdjax.api.sampling_params import SamplingParams
@@ -44,6 +45,9 @@ UNSUPPORTED_DEFAULTS: dict[str, tuple[Any, ...]] = {
 """Fields whose effect is missing here, each with the values that ask for no effect."""
 
 
+_shown = reprlib.repr  # values in messages are shortened before they are printed
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -61,12 +65,6 @@ class GenerationRequest(Schema):
     stream_options: StreamOptions | None = None
     sampling: SamplingParams
 
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidField("stream_options needs stream: true", "stream_options", "invalid_value")
-        return self
-
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -80,33 +78,19 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(Schema):
-    """One message; `content` given in parts is joined by line ends."""
+    """One message; `content` is checked by `pdjax.api.chat_template`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Any
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, value: Any) -> Any:
-        return "\n".join(_part_text(index, part) for index, part in enumerate(value)) if isinstance(value, list) else value
-
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates know it; `developer` is OpenAI's newer word for `system`."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
-def _part_text(index: int, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise ValueError(f"part {index} is {repr(kind)[:80]}, only parts of type 'text' are supported")
-    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError(f"part {index} must have a string 'text' and nothing else")
-    return part["text"]
 
 
 class ChatRequest(GenerationRequest):
@@ -121,12 +105,6 @@ class TokenizeRequest(Schema):
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_generation_prompt: bool = True
 
-    @model_validator(mode="after")
-    def _one_of_two(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidField("give either prompt or messages", "prompt", "invalid_value")
-        return self
-
 
 class DetokenizeRequest(Schema):
     """`tokens` is checked by `pdjax.api.prompts`."""
@@ -140,7 +118,7 @@ def parse_completion(body: Any) -> CompletionRequest:
     fields = _known_fields(body, frozenset(CompletionRequest.model_fields) | SAMPLING_FIELDS | {"best_of"})
     best_of, n = fields.pop("best_of", None), fields.get("n", 1)
     if best_of is not None and (type(best_of) is not int or best_of != n):
-        raise InvalidField(f"best_of {repr(best_of)[:80]} is only supported where it equals n, here {repr(n)[:80]}", "best_of", "unsupported_value")
+        raise InvalidField(f"best_of {_shown(best_of)} is only supported where it equals n, here {_shown(n)}", "best_of", "unsupported_value")
     request = _with_sampling(CompletionRequest, fields)
     if request.echo and request.sampling.logprobs is not None:
         raise InvalidField("echo together with logprobs is not supported", "echo", "unsupported_value")
@@ -158,7 +136,10 @@ def parse_chat(body: Any) -> ChatRequest:
 
 def parse_tokenize(body: Any) -> TokenizeRequest:
     """Raises BadRequest naming the field at fault."""
-    return _validated(TokenizeRequest, _known_fields(body, frozenset(TokenizeRequest.model_fields)))
+    request = _validated(TokenizeRequest, _known_fields(body, frozenset(TokenizeRequest.model_fields)))
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidField("give either prompt or messages", "prompt", "invalid_value")
+    return request
 
 
 def parse_detokenize(body: Any) -> DetokenizeRequest:
@@ -195,9 +176,9 @@ def _unify_logprobs(fields: dict[str, Any]) -> None:
     """OpenAI's chat says with `logprobs` whether, and with `top_logprobs` how many."""
     wanted, top = fields.pop("logprobs", False), fields.pop("top_logprobs", 0)
     if type(wanted) is not bool:
-        raise InvalidField(f"logprobs must be true or false, got {repr(wanted)[:80]}", "logprobs", "invalid_type")
+        raise InvalidField(f"logprobs must be true or false, got {_shown(wanted)}", "logprobs", "invalid_type")
     if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidField(f"top_logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {repr(top)[:80]}", "top_logprobs", "invalid_value")
+        raise InvalidField(f"top_logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {_shown(top)}", "top_logprobs", "invalid_value")
     if top and not wanted:
         raise InvalidField("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     if wanted:
@@ -205,14 +186,19 @@ def _unify_logprobs(fields: dict[str, Any]) -> None:
 
 
 Request = TypeVar("Request", bound=Schema)
+Generation = TypeVar("Generation", bound=GenerationRequest)
 
 
-def _with_sampling(kind: type[Request], fields: dict[str, Any]) -> Request:
+def _with_sampling(kind: type[Generation], fields: dict[str, Any]) -> Generation:
     sampling = {name: fields.pop(name) for name in SAMPLING_FIELDS & fields.keys()}
     try:
-        return _validated(kind, fields | {"sampling": SamplingParams(**sampling)})
+        params = SamplingParams(**sampling)
     except ValidationError as error:
         raise _bad_request(error) from None
+    request = _validated(kind, fields | {"sampling": params})
+    if request.stream_options is not None and not request.stream:
+        raise InvalidField("stream_options needs stream: true", "stream_options", "invalid_value")
+    return request
 
 
 def _validated(kind: type[Request], fields: dict[str, Any]) -> Request:
@@ -229,5 +215,5 @@ def _bad_request(error: ValidationError) -> InvalidField:
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return InvalidField(f"{param} is required", param, "missing_required_parameter")
-    message = f"{param}: {reason}, got {repr(first['input'])[:80]}" if param else reason
+    message = f"{param}: {reason}, got {_shown(first['input'])}" if param else reason
     return InvalidField(message, param, "invalid_value")

@@ -10,6 +10,13 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
+_Kind = GGMLQuantizationType
+
+SUPPORTED_KINDS = frozenset(
+    {_Kind.F32, _Kind.F16, _Kind.BF16, _Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1, _Kind.Q8_0}
+    | {_Kind.Q2_K, _Kind.Q3_K, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K}
+)
+
 _Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("nibbles", "u1", 16)])
 _Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 
@@ -31,10 +38,11 @@ def _expand_q8_0(rows: np.ndarray) -> np.ndarray:
     return (blocks["values"] * blocks["scale"].astype(np.float32)[..., None]).reshape(rows.shape[0], -1)
 
 
-_EXPANDERS = {GGMLQuantizationType.Q4_1: _expand_q4_1, GGMLQuantizationType.Q8_0: _expand_q8_0}
+_EXPANDERS = {_Kind.Q4_1: _expand_q4_1, _Kind.Q8_0: _expand_q8_0}
 
 
 def expand_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """uint8 [rows, bytes of a row] of format `kind` to float32 [rows, columns]. Raises NotImplementedError for a format without expansion."""
+    """uint8 [rows, bytes of a row] of format `kind`, one of SUPPORTED_KINDS, to float32 [rows, columns]."""
+    assert kind in SUPPORTED_KINDS, kind
     expander = _EXPANDERS.get(kind)
     return dequantize(rows, kind) if expander is None else expander(rows)

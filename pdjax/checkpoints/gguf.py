@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from pdjax.checkpoints.base import Checkpoint, Report, TokenizerData
-from pdjax.checkpoints.expand import expand_rows
+from pdjax.checkpoints.expand import SUPPORTED_KINDS, expand_rows
 from pdjax.checkpoints.gguf_file import GgufFile, GgufTensor
 from pdjax.models.shape import ModelShape, weight_specs
+
+_Kind = TypeVar("_Kind", int, float, str, list)
 
 _CONTROL_TOKEN = 3
 _USER_DEFINED_TOKEN = 4
@@ -132,48 +134,59 @@ def _check_tensors(file: GgufFile, parts: tuple[_Part, ...]) -> None:
     for part in parts:
         if part.tensor not in file.tensors:
             raise ValueError(f"{file.path}: tensor {part.tensor} of shape {part.shape} is missing")
-        if (found := file.tensors[part.tensor].shape) != part.shape:
-            raise ValueError(f"{file.path}: tensor {part.tensor} should have shape {part.shape} but has {found}")
+        tensor = file.tensors[part.tensor]
+        if tensor.shape != part.shape:
+            raise ValueError(f"{file.path}: tensor {part.tensor} should have shape {part.shape} but has {tensor.shape}")
+        if tensor.kind not in SUPPORTED_KINDS:
+            supported = ", ".join(sorted(kind.name for kind in SUPPORTED_KINDS))
+            raise ValueError(f"{file.path}: tensor {part.tensor} is stored as {tensor.kind.name}; supported are {supported}")
     if unexpected := sorted(file.tensors.keys() - {part.tensor for part in parts}):
         raise ValueError(f"{file.path}: tensor {unexpected[0]} is not part of a llama model as pdjax knows it")
 
 
-def _required(file: GgufFile, key: str, kind: type) -> object:
+def _required(file: GgufFile, key: str, kind: type[_Kind]) -> _Kind:
     value = file.metadata.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{file.path}: metadata {key} should be of type {kind.__name__} but is {value!r:.80}")
     return value
 
 
+def _optional(file: GgufFile, key: str, default: _Kind) -> _Kind:
+    return _required(file, key, type(default)) if key in file.metadata else default
+
+
 def _read_shape(file: GgufFile) -> ModelShape:
     architecture = _required(file, "general.architecture", str)
     if architecture != "llama":
         raise ValueError(f"{file.path}: architecture {architecture!r} is not supported; supported is 'llama'")
-    scaling = file.metadata.get("llama.rope.scaling.type", "none")
+    scaling = _optional(file, "llama.rope.scaling.type", "none")
     if scaling != "none":
         raise ValueError(f"{file.path}: llama.rope.scaling.type {scaling!r} is not supported; supported is 'none'")
-
-    def number(key: str) -> int:
-        return _required(file, f"llama.{key}", int)
-
-    embed_dim, num_heads = number("embedding_length"), number("attention.head_count")
-    head_dim = file.metadata.get("llama.attention.key_length", embed_dim // max(num_heads, 1))
-    rotary_dim = file.metadata.get("llama.rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise ValueError(f"{file.path}: llama.rope.dimension_count {rotary_dim} differs from the head dimension {head_dim}")
-    return ModelShape(
-        num_layers=number("block_count"),
+    embed_dim = _required(file, "llama.embedding_length", int)
+    num_heads = _required(file, "llama.attention.head_count", int)
+    shape = ModelShape(
+        num_layers=_required(file, "llama.block_count", int),
         vocab_size=len(_required(file, "tokenizer.ggml.tokens", list)),
         embed_dim=embed_dim,
         num_heads=num_heads,
-        num_kv_heads=file.metadata.get("llama.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        ffn_dim=number("feed_forward_length"),
-        rope_theta=float(file.metadata.get("llama.rope.freq_base", 10000.0)),
-        norm_eps=float(_required(file, "llama.attention.layer_norm_rms_epsilon", float)),
-        max_context_tokens=number("context_length"),
+        num_kv_heads=_optional(file, "llama.attention.head_count_kv", num_heads),
+        head_dim=_optional(file, "llama.attention.key_length", embed_dim // max(num_heads, 1)),
+        ffn_dim=_required(file, "llama.feed_forward_length", int),
+        rope_theta=_optional(file, "llama.rope.freq_base", 10000.0),
+        norm_eps=_required(file, "llama.attention.layer_norm_rms_epsilon", float),
+        max_context_tokens=_required(file, "llama.context_length", int),
         tied_embeddings="output.weight" not in file.tensors,
     )
+    _check_heads(file, shape)
+    return shape
+
+
+def _check_heads(file: GgufFile, shape: ModelShape) -> None:
+    if shape.num_kv_heads < 1 or shape.num_heads < 1 or shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"{file.path}: {shape.num_heads} query heads do not divide among {shape.num_kv_heads} key heads")
+    rotary_dim = _optional(file, "llama.rope.dimension_count", shape.head_dim)
+    if rotary_dim != shape.head_dim or rotary_dim % 2:
+        raise ValueError(f"{file.path}: llama.rope.dimension_count {rotary_dim} should be even and equal head_dim {shape.head_dim}")
 
 
 def _read_tokenizer(file: GgufFile) -> TokenizerData:
@@ -192,7 +205,7 @@ def _read_tokenizer(file: GgufFile) -> TokenizerData:
         special_ids=frozenset(i for i, kind in enumerate(kinds) if kind == _CONTROL_TOKEN),
         added_ids=frozenset(i for i, kind in enumerate(kinds) if kind == _USER_DEFINED_TOKEN),
         pre_tokenizer=_required(file, "tokenizer.ggml.pre", str),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=_optional(file, "tokenizer.chat_template", "") or None,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
     )

@@ -6,6 +6,7 @@ pay them; this reader walks the same bytes once with `struct`. Constants and blo
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -30,6 +31,12 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<d",
     GGUFValueType.BOOL: "<?",
 }
+
+
+def _scalar_form(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a metadata value is of kind {kind}, which is no number here")
+    return _SCALARS[kind]
 
 
 class GgufTensor(NamedTuple):
@@ -91,13 +98,13 @@ class GgufFile:
         if kind == GGUFValueType.STRING:
             return self._read_string()
         if kind != GGUFValueType.ARRAY:
-            return self._scalar(_SCALARS[GGUFValueType(kind)])
+            return self._scalar(_scalar_form(kind))
         item_kind, length = self._scalar("<I"), self._scalar("<Q")
-        if item_kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
-            return [self._read_value(item_kind) for _ in range(length)]
-        code = _SCALARS[GGUFValueType(item_kind)][1]
-        values = struct.unpack_from(f"<{length}{code}", self._bytes, self._at)
-        self._at += struct.calcsize(f"<{length}{code}")
+        if item_kind == GGUFValueType.STRING:
+            return [self._read_string() for _ in range(length)]
+        form = f"<{length}{_scalar_form(item_kind)[1]}"
+        values = struct.unpack_from(form, self._bytes, self._at)
+        self._at += struct.calcsize(form)
         return list(values)
 
     def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -111,7 +118,7 @@ class GgufFile:
         block_len, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or shape[-1] % block_len:
             raise ValueError(f"{self.path}: tensor {name} of shape {shape} does not divide into blocks of {block_len}")
-        num_rows, row_bytes = int(np.prod(shape[:-1], dtype=np.int64)), shape[-1] // block_len * block_bytes
+        num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block_len * block_bytes
         end = start + offset + num_rows * row_bytes
         if end > len(self._bytes):
             raise ValueError(f"{self.path} is truncated: tensor {name} ends at byte {end}, the file at byte {len(self._bytes)}")

@@ -14,19 +14,12 @@ import numpy as np
 
 from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.packing import Field, PackedLayout
-from pdjax.engine.weights import PlacedWeights
+from pdjax.engine.weights import LayerParams
 from pdjax.kernels.base import Attention, DecodeBatch, PrefillBatch
-from pdjax.models.llama import Llama, Step, rotary_tables
+from pdjax.models.llama import Llama, Params, Step, rotary_tables
 
-RunLayers = Callable[[Llama, PlacedWeights, jax.Array, jax.Array, Step], tuple[jax.Array, jax.Array]]
-
-
-def run_scanned(model: Llama, weights: PlacedWeights, x: jax.Array, pool: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-    return model.scanned(weights.stacked, x, pool, step)
-
-
-def run_unrolled(model: Llama, weights: PlacedWeights, x: jax.Array, pool: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-    return model.unrolled(weights.by_layer, x, pool, step)
+RunLayers = Callable[[LayerParams, jax.Array, jax.Array, Step], tuple[jax.Array, jax.Array]]
+"""(layers, x [T, E], pool, step) -> (x, pool): `Llama.scanned` with stacked weights or `Llama.unrolled` with each layer's."""
 
 
 class StepDimensions(NamedTuple):
@@ -92,18 +85,18 @@ def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: list[DecodeSeq
 
 
 def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Build the prefill step for `num_rows` tokens: (weights, pool, packed) -> (pool, hidden of all sampled rows, of the first one)."""
+    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden of the sampled rows, of the first one)."""
     layout = prefill_layout(dims, num_rows)
 
-    def prefill(weights: PlacedWeights, pool: jax.Array, packed: jax.Array) -> tuple[jax.Array, ...]:
+    def prefill(ends_params: Params, layers: Params, pool: jax.Array, packed: jax.Array) -> tuple[jax.Array, ...]:
         host = layout.read(packed)
         batch = PrefillBatch(host["tables"], host["first_rows"], host["starts"], host["lengths"])
         sequences, positions, is_real = _row_owners(batch, num_rows)
         pages = jnp.where(is_real, batch.tables[sequences, positions // dims.page_size], 0)
         cos, sin = rotary_tables(positions, model.shape)
         step = Step(cos, sin, pages, positions % dims.page_size, attention.prefill(batch, num_rows))
-        ends = model.ends(weights.ends)
-        x, pool = run_scanned(model, weights, ends.embedded(host["tokens"]), pool, step)
+        ends = model.ends(ends_params)
+        x, pool = model.scanned(layers, ends.embedded(host["tokens"]), pool, step)
         hidden = ends.normed(x[host["sampled_rows"]])
         return pool, hidden, hidden[:1]
 
@@ -114,7 +107,7 @@ def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Arra
     """For each row: its sequence, its position (0 for padding rows), and whether it belongs to a sequence at all."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     ends = batch.first_rows + batch.lengths
-    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), ends.shape[0] - 1)
+    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right", method="compare_all"), ends.shape[0] - 1)
     is_real = rows < ends[-1]
     return sequences, jnp.where(is_real, batch.starts[sequences] + rows - batch.first_rows[sequences], 0), is_real
 
@@ -122,18 +115,20 @@ def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Arra
 def make_decode(
     model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int, run_layers: RunLayers
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Build the decode step for `num_seqs` sequences: (weights, pool, last_token, packed) -> (pool, hidden)."""
+    """Build the decode step for `num_seqs` sequences: (ends, layers, pool, last_token, packed) -> (pool, hidden)."""
     layout = decode_layout(dims, num_seqs)
 
-    def decode(weights: PlacedWeights, pool: jax.Array, last_token: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def decode(
+        ends_params: Params, layers: LayerParams, pool: jax.Array, last_token: jax.Array, packed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         host = layout.read(packed)
         positions, tables = host["positions"], host["tables"]
         tokens = jnp.where(host["is_on_device"] > 0, last_token[host["slots"]], host["tokens"])
         pages = tables[jnp.arange(num_seqs), positions // dims.page_size]
         cos, sin = rotary_tables(positions, model.shape)
         step = Step(cos, sin, pages, positions % dims.page_size, attention.decode(DecodeBatch(tables, positions + 1)))
-        ends = model.ends(weights.ends)
-        x, pool = run_layers(model, weights, ends.embedded(tokens), pool, step)
+        ends = model.ends(ends_params)
+        x, pool = run_layers(layers, ends.embedded(tokens), pool, step)
         return pool, ends.normed(x)
 
     return decode

@@ -13,6 +13,9 @@ from pdjax.models.shape import ModelShape, weight_specs
 
 Placement = jax.Device | jax.sharding.Sharding
 
+LayerParams = Params | tuple[Params, ...]
+"""The layers' weights, stacked or layer by layer."""
+
 _LAYERS = "layers/"
 
 

@@ -151,7 +151,5 @@ class Llama:
         return x, pool
 
 
-
-
 def _as_state(params: Params) -> nnx.State:
     return nnx.State({name: nnx.Param(value) for name, value in params.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import os
-import sys
 import threading
 from types import TracebackType
 from typing import TextIO
@@ -127,7 +126,7 @@ def replay(line: bytes, progress: Progress) -> ProgressEvent:
 
 
 class Board(abc.ABC):
-    """A place on which several processes' progress and log lines appear together. A context manager; any thread may call."""
+    """A place on which several processes' progress and log lines appear together. A context manager: open inside; any thread may call."""
 
     @abc.abstractmethod
     def stage(self, who: str, name: str, total: int) -> None: ...
@@ -143,11 +142,20 @@ class Board(abc.ABC):
     def log(self, line: str) -> None:
         """Show a line, without disturbing what else is shown."""
 
+    def open(self) -> None:
+        """Begin to show."""
+        return None
+
+    def close(self) -> None:
+        """What moves disappears; `log` goes on working. Idempotent."""
+        return None
+
     def __enter__(self) -> Board:
+        self.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return None
+        self.close()
 
 
 class LineBoard(Board):
@@ -222,15 +230,14 @@ class BarBoard(Board):
             self._tasks[who] = self._bars.add_task(who, total=None, stage="starting", detail="")
         return self._tasks[who]
 
-    def __enter__(self) -> Board:
+    def open(self) -> None:
         self._bars.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._bars.stop()
 
 
-def make_board(stream: TextIO = sys.stderr) -> Board:
+def make_board(stream: TextIO) -> Board:
     """Bars where `stream` is a terminal, plain lines otherwise."""
     return BarBoard(Console(file=stream)) if stream.isatty() else LineBoard(stream)
 
@@ -254,3 +261,28 @@ class TerminalProgress(Progress):
     def failed(self, message: str) -> None:
         self._board.finish(self._who, "failed")
         self._board.log(f"{self._who}: {message}")
+
+
+class ForegroundProgress(Progress):
+    """The progress of a process that was started by hand: shown on a board of its own until it is ready, then told on `out`."""
+
+    def __init__(self, who: str, board: Board, out: TextIO):
+        self._terminal = TerminalProgress(who, board)
+        self._who = who
+        self._board = board
+        self._out = out
+
+    def stage(self, name: str, total: int) -> None:
+        self._terminal.stage(name, total)
+
+    def advance(self, done: int, total: int, detail: str = "") -> None:
+        self._terminal.advance(done, total, detail)
+
+    def ready(self, **facts: str) -> None:
+        self._board.close()
+        told = ", ".join(f"{name} {value}" for name, value in facts.items())
+        print(f"{self._who} ready: {told}", file=self._out, flush=True)
+
+    def failed(self, message: str) -> None:
+        self._board.close()
+        self._board.log(f"error: {message}")

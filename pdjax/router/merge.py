@@ -38,22 +38,28 @@ class Merge:
         self._first = num_prior
         self._next = num_prior
         self._max_tokens = max_tokens
-        self._expected = {Side.PREFILL: num_prior, Side.DECODE: num_prior + has_prefill}
+        self._starts = {Side.PREFILL: num_prior, Side.DECODE: num_prior + has_prefill}
+        self._expected = dict(self._starts)
         self._early: dict[int, TokenOut] = {}
         self._is_prefill_open = has_prefill
         self._prefill_finished: Finished | None = None
-        self._decode_finished: Finished | None = None
+        self._decode_end: Finished | Failed | None = None
 
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens that the worker which computed the prompt found in its cache; None where it has not said."""
-        finished = self._prefill_finished or self._decode_finished
-        return None if finished is None else finished.cached_tokens
+        if self._prefill_finished is not None:
+            return self._prefill_finished.cached_tokens
+        return self._decode_end.cached_tokens if isinstance(self._decode_end, Finished) else None
 
     @property
     def is_settling(self) -> bool:
-        """Every token is there; only prefill's last word, with its count of cached tokens, is still on its way."""
-        return self.outcome is None and self._is_complete()
+        """Decode's part is over and prefill's last word, due at any moment, decides the rest.
+
+        Either every token is there and prefill's count of cached tokens is not; or decode lost the transfer before prefill's first
+        token came, which is how it looks from decode when that token ends the answer.
+        """
+        return self.outcome is None and (isinstance(self._decode_end, Failed) or self._is_complete())
 
     def feed(self, side: Side, event: Event) -> list[TokenOut]:
         """Take one event; returns the tokens that are next in the answer because of it."""
@@ -68,14 +74,17 @@ class Merge:
             case Failed():
                 ready = []
                 self._fail(side, event)
-        if self.outcome is None and self._is_complete() and not self._is_prefill_open:
+        if self.is_settling and not self._is_prefill_open:
             self.conclude()
         return ready
 
     def conclude(self) -> None:
         """End without prefill's last word. Requires `is_settling`."""
-        assert self.outcome is None and self._is_complete() and self._decode_finished is not None, (self._next, self._expected, self.outcome)
-        self.outcome = Ended(self._decode_finished)
+        assert self.is_settling, (self._next, self._expected, self._decode_end, self.outcome)
+        if isinstance(self._decode_end, Failed):
+            self.outcome = Broken(Side.DECODE, self._decode_end)
+        elif self._decode_end is not None:
+            self.outcome = Ended(self._decode_end)
 
     def _take_tokens(self, side: Side, tokens: list[TokenOut]) -> list[TokenOut]:
         for token in tokens:
@@ -96,32 +105,33 @@ class Merge:
         return ready
 
     def _finish(self, side: Side, finished: Finished) -> None:
-        """A first token that ends the answer ends it on prefill's word; decode never starts then."""
-        has_own_token = self._expected[side] > self._first + (side is Side.DECODE and self._is_prefill_open)
+        """Workers give the token that ends an answer too, so an end without a token of one's own has lost it."""
         if side is Side.PREFILL:
             self._is_prefill_open = False
-            if self._next == self._first and (finished.reason != "stop" or finished.stop_token is None):
-                return self._break(side, f"prefill finished with {finished.reason!r} and without a token")
+        if self._expected[side] == self._starts[side]:
+            self._break(side, f"{side.value} finished with {finished.reason!r} and without a token")
+        elif side is Side.DECODE and finished.reason == "handed_off":
+            self._break(side, "decode has nobody to hand off to")
+        elif side is Side.DECODE:
+            self._decode_end = finished
+        else:
             self._prefill_finished = finished
             if finished.reason != "handed_off":
                 self.outcome = Ended(finished)
-        elif finished.reason == "handed_off":
-            self._break(side, "decode has nobody to hand off to")
-        elif not has_own_token and finished.reason == "length" and self._next == self._first:
-            self._break(side, "decode finished with 'length' and without a token")
-        else:
-            self._decode_finished = finished
 
     def _fail(self, side: Side, failed: Failed) -> None:
+        """Decode holds the whole KV once it has given a token; prefill may fail then without harm."""
         if side is Side.PREFILL:
             self._is_prefill_open = False
-            is_not_needed = self._next > self._first and (self._next > self._first + 1 or self._decode_finished is not None)
-            if is_not_needed:
+            if self._next > self._first and self._expected[Side.DECODE] > self._starts[Side.DECODE]:
                 return
+        elif failed.kind == "transfer" and self._is_prefill_open and self._next == self._first:
+            self._decode_end = failed
+            return
         self.outcome = Broken(side, failed)
 
     def _break(self, side: Side, message: str) -> None:
         self.outcome = Broken(side, Failed(kind="internal", message=message, retriable=True))
 
     def _is_complete(self) -> bool:
-        return self._decode_finished is not None and not self._early and self._next >= self._expected[Side.DECODE]
+        return isinstance(self._decode_end, Finished) and not self._early and self._next >= self._expected[Side.DECODE]

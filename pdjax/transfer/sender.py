@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import collections
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -45,7 +44,7 @@ class Outlet(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, message: str) -> None:
-        """The room has failed on this side: let the receiver know and let go of the chunks."""
+        """The room has failed: let the receiver know and let go of the chunks. May come twice."""
 
 
 class RoomSender(KVSender):
@@ -65,19 +64,20 @@ class RoomSender(KVSender):
         self._lock = threading.Lock()
         self._outlet: Outlet | None = None
         self._prefix_tokens = 0
-        self._next_page: int | None = None
+        self._next_page = 0
         self._in_flight = 0
         self._is_finished = False
         self._deadline_s: float | None = clock() + limits.bootstrap_timeout_s
         self._owed_s = limits.bootstrap_timeout_s
 
     def poll(self) -> KVPoll:
-        deadline_s = self._deadline_s
-        if deadline_s is not None and not self._state.is_final and self._clock() >= deadline_s:
-            if self._state.value is KVPoll.BOOTSTRAPPING:
-                self.end(FailureKind.BOOTSTRAP, f"decode did not announce room {self.room} within {self._owed_s} s")
-            else:
-                self.end(FailureKind.STALLED, f"room {self.room}: nothing of the chunk on its way was accepted for {self._owed_s} s")
+        with self._lock:
+            is_late = self._deadline_s is not None and self._clock() >= self._deadline_s
+            is_announced = self._outlet is not None
+        if is_late and is_announced:
+            self.end(FailureKind.STALLED, f"room {self.room}: nothing of the chunk on its way was accepted for {self._owed_s} s")
+        elif is_late:
+            self.end(FailureKind.BOOTSTRAP, f"decode did not announce room {self.room} within {self._owed_s} s")
         return self._state.value
 
     @property
@@ -91,7 +91,7 @@ class RoomSender(KVSender):
 
     def send(self, first_page: int, num_pages: int, kv: jax.Array) -> None:
         assert 0 < num_pages <= kv.shape[0], f"room {self.room}: {num_pages} pages of an array of {kv.shape[0]}"
-        assert self._next_page in (None, first_page), f"room {self.room}: page {first_page} sent, page {self._next_page} was next"
+        assert first_page == self._next_page, f"room {self.room}: page {first_page} sent, page {self._next_page} was next"
         with self._lock:
             if self._state.value is KVPoll.FAILED:  # failed since `can_send`: dropped at the door
                 return
@@ -126,6 +126,7 @@ class RoomSender(KVSender):
         """The announcement has come. False where the sender has failed before; the outlet then heard of it."""
         with self._lock:
             self._prefix_tokens, self._outlet, self._deadline_s = prefix_tokens, outlet, None
+            self._next_page = prefix_tokens // self._table.page_size
         outlet.accepted(self)
         if not self._state.raise_to(KVPoll.WAITING_FOR_INPUT):
             outlet.failed(self._state.message or "the room has ended")
@@ -180,13 +181,15 @@ class SenderTable:
     announcement of a failed room is turned away at once instead of waiting in vain.
     """
 
-    def __init__(self, limits: TransferLimits, clock: Clock, wake: Wake) -> None:
+    def __init__(self, page_size: int, limits: TransferLimits, clock: Clock, wake: Wake) -> None:
+        self.page_size = page_size
         self.counters = Counters()
         self.wake = wake
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
         self._senders: dict[int, RoomSender] = {}
+        self._announced: set[int] = set()  # those of the senders that have an outlet
         self._unclaimed: dict[int, tuple[int, Outlet]] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._is_closed = False
@@ -202,6 +205,8 @@ class SenderTable:
             ended = self._ended.get(room)
             self._senders[room] = sender
             announced = self._unclaimed.pop(room, None)
+            if announced is not None:
+                self._announced.add(room)
         if ended is not None:
             sender.end(FailureKind.PEER_GONE, ended)
         elif announced is not None:
@@ -215,18 +220,17 @@ class SenderTable:
                 raise TransferError(f"room {room}: the sender is shutting down")
             if room in self._ended:
                 raise TransferError(f"room {room} has ended: {self._ended[room]}")
-            if room in self._unclaimed:
+            if room in self._unclaimed or room in self._announced:
                 raise TransferError(f"room {room} was announced twice")
             sender = self._senders.get(room)
-            if sender is None:
-                if len(self._unclaimed) >= self._limits.max_unclaimed_announcements:
-                    raise TransferError(f"{len(self._unclaimed)} announcements wait for a sender, no more are taken")
+            if sender is not None:
+                self._announced.add(room)
+            elif len(self._unclaimed) < self._limits.max_unclaimed_announcements:
                 self._unclaimed[room] = (prefix_tokens, outlet)
-                return
-            if sender.is_announced():
-                raise TransferError(f"room {room} was announced twice")
-            sender.reserve(prefix_tokens, outlet)
-        sender.bootstrap(prefix_tokens, outlet)
+            else:
+                raise TransferError(f"{len(self._unclaimed)} announcements wait for their sender, no more are taken")
+        if sender is not None:
+            sender.bootstrap(prefix_tokens, outlet)
 
     def withdraw(self, room: int, kind: FailureKind, message: str) -> None:
         """The receiver is gone, or its announcement waited too long. An unknown room is none of our business."""
@@ -236,3 +240,32 @@ class SenderTable:
                 self._remember(room, message)
         if sender is not None:
             sender.end(kind, message)
+
+    def settle(self, sender: RoomSender) -> None:
+        """Forget `sender` once it has ended and holds nothing."""
+        with self._lock:
+            if sender.holds_nothing() and self._senders.get(sender.room) is sender:
+                del self._senders[sender.room]
+                self._announced.discard(sender.room)
+                self._remember(sender.room, sender.failure() or "everything was sent")
+
+    def open_rooms(self) -> int:
+        with self._lock:
+            return len(self._senders) + len(self._unclaimed)
+
+    def close(self, message: str) -> None:
+        """Fail what is open. No room is created or announced afterwards."""
+        with self._lock:
+            self._is_closed = True
+            senders = list(self._senders.values())
+            unclaimed = list(self._unclaimed.values())
+            self._unclaimed.clear()
+        for sender in senders:
+            sender.end(FailureKind.CLOSED, message)
+        for _, outlet in unclaimed:
+            outlet.failed(message)
+
+    def _remember(self, room: int, message: str) -> None:
+        self._ended[room] = message
+        while len(self._ended) > self._limits.max_unclaimed_announcements:
+            self._ended.popitem(last=False)

@@ -1,0 +1,177 @@
+"""Every program that an engine may run, described: what it computes, for which sizes, on arguments of which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pdjax.config.environment import attention_override
+from pdjax.config.schema import EngineConfig
+from pdjax.engine.compilation import ProgramKey, Programs
+from pdjax.engine.packing import Field, PackedLayout
+from pdjax.engine.pages import gather_pages, install_pages
+from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
+from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
+from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, make_prefill, prefill_layout
+from pdjax.engine.weights import LayerParams, Placement, place_weights
+from pdjax.kernels.dispatch import choose_attention
+from pdjax.models.llama import Llama, Params
+from pdjax.models.shape import ModelShape
+
+_UNROLLED_DECODE_MAX_BATCH = {"cpu": 1}
+"""Largest decode batch whose layers are unrolled, by platform; 0 elsewhere. On CPU a scan copies each layer's weights: measured with
+SmolLM2-135M in float32 on 2 cores, a step of one took 51 ms scanned and 31 ms unrolled, a step of two 67 and 56, of eight 87 and 77.
+Unrolled costs 4-6 s of compilation a shape in place of one."""
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+class Library:
+    """Holds the weights and layouts that programs work with. The engine reads its attributes and never changes them."""
+
+    def __init__(self, shape: ModelShape, weights: dict[str, np.ndarray], config: EngineConfig, dtype: jnp.dtype, placement: Placement):
+        self.placement = placement
+        self._shape, self._config, self._dtype = shape, config, dtype
+        platform = _platform(placement)
+        self._unrolled_max = _UNROLLED_DECODE_MAX_BATCH.get(platform, 0)
+        self.weights = place_weights(shape, weights, dtype, placement, by_layer=self._unrolled_max > 0)
+        self.dims = StepDimensions(
+            page_size=config.page_size,
+            table_pages=min(-(-shape.max_context_tokens // config.page_size), config.num_pages),
+            max_prefill_seqs=config.max_prefill_seqs,
+            padding_slot=config.max_running,
+        )
+        self.prefill_layouts = {size: prefill_layout(self.dims, size) for size in config.prefill_buckets}
+        self.decode_layouts = {size: decode_layout(self.dims, size) for size in config.decode_buckets}
+        self._sampler_sizes = {
+            Programs.PREFILL: sorted({1, config.max_prefill_seqs}),
+            Programs.DECODE: list(config.decode_buckets),
+        }
+        self.sampler_layouts = {size: sampler_layout(size) for sizes in self._sampler_sizes.values() for size in sizes}
+        self.history_layout = PackedLayout(
+            {"slot": Field((1,)), "keep": Field((1,)), "prompt": Field((HISTORY_CHUNK_TOKENS,)), "output": Field((HISTORY_CHUNK_TOKENS,))}
+        )
+        self._model = Llama(shape, dtype)
+        self._attention = choose_attention(platform, attention_override())
+
+    def new_state(self) -> DeviceState:
+        """A fresh pool, on the device."""
+        sharding = self.placement if isinstance(self.placement, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(self.placement)
+        config = self._config
+        make = partial(new_state, self._shape, config.num_pages, config.page_size, config.max_running, self._dtype)
+        return jax.jit(make, out_shardings=sharding)()
+
+    def decode_layers(self, size: int) -> LayerParams:
+        """The form of the layers' weights that the decode program of this size takes."""
+        return self.weights.by_layer if size <= self._unrolled_max else self.weights.stacked
+
+    def keys(self, programs: Programs) -> list[ProgramKey]:
+        """Every program of the groups, decode first: a prefill worker started beside a decode worker then fills the compile cache
+        with what the latter comes to last."""
+        keys: dict[ProgramKey, None] = {ProgramKey("history", HISTORY_CHUNK_TOKENS): None}
+        for group, names, sizes in (
+            (Programs.DECODE, ("decode", "greedy", "sample", "sample_logprobs"), self._config.decode_buckets),
+            (Programs.PREFILL, ("prefill",), self._config.prefill_buckets),
+            (Programs.PREFILL, ("greedy", "sample", "sample_logprobs"), self._sampler_sizes[Programs.PREFILL]),
+            (Programs.GATHER, ("gather",), self._config.transfer_buckets),
+            (Programs.INSTALL, ("install",), self._config.transfer_buckets),
+        ):
+            if group in programs:
+                keys |= dict.fromkeys(ProgramKey(name, size) for name in names for size in sizes)
+        return list(keys)
+
+    def lowered(self) -> dict[ProgramKey, Lower]:
+        """How to trace each program of every group."""
+        makers: dict[str, Callable[[int], jax.stages.Lowered]] = {
+            "prefill": self._lower_prefill,
+            "decode": self._lower_decode,
+            "greedy": self._lower_greedy,
+            "sample": self._lower_sample,
+            "sample_logprobs": self._lower_sample_logprobs,
+            "history": self._lower_history,
+            "gather": self._lower_gather,
+            "install": self._lower_install,
+        }
+        return {key: partial(makers[key.name], key.size) for key in self.keys(~Programs(0))}
+
+    def _lower_prefill(self, size: int) -> jax.stages.Lowered:
+        step = jax.jit(make_prefill(self._model, self._attention, self.dims, size), donate_argnums=2)
+        return step.lower(self.weights.ends, self.weights.stacked, self._state().pool, self.prefill_layouts[size].abstract())
+
+    def _lower_decode(self, size: int) -> jax.stages.Lowered:
+        run_layers = self._model.unrolled if size <= self._unrolled_max else self._model.scanned
+        step = jax.jit(make_decode(self._model, self._attention, self.dims, size, run_layers), donate_argnums=2)
+        state = self._state()
+        return step.lower(self.weights.ends, self.decode_layers(size), state.pool, state.last_token, self.decode_layouts[size].abstract())
+
+    def _lower_greedy(self, size: int) -> jax.stages.Lowered:
+        def sample_greedily(ends: Params, last_token: jax.Array, hidden: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+            tokens = greedy(self._model.ends(ends).logits(hidden))
+            return last_token.at[slots].set(tokens), tokens
+
+        slots = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return jax.jit(sample_greedily, donate_argnums=1).lower(self.weights.ends, self._state().last_token, self._hidden(size), slots)
+
+    def _lower_sample(self, size: int) -> jax.stages.Lowered:
+        def sample_tokens(logits: jax.Array, tokens: jax.Array) -> Sampled:
+            return Sampled(tokens)
+
+        return self._lower_sampler(size, sample_tokens)
+
+    def _lower_sample_logprobs(self, size: int) -> jax.stages.Lowered:
+        def sample_logprobs(logits: jax.Array, tokens: jax.Array) -> Sampled:
+            return Sampled(tokens, *log_probabilities(logits, tokens))
+
+        return self._lower_sampler(size, sample_logprobs)
+
+    def _lower_sampler(self, size: int, result: Callable[[jax.Array, jax.Array], Sampled]) -> jax.stages.Lowered:
+        layout = self.sampler_layouts[size]
+
+        def sampler(
+            ends: Params, last_token: jax.Array, history: History, hidden: jax.Array, packed: jax.Array
+        ) -> tuple[jax.Array, History, Sampled]:
+            params = layout.read(packed)
+            logits = self._model.ends(ends).logits(hidden)
+            tokens = sample(logits, history, params)
+            history = count_tokens(history, params["slots"], tokens)
+            return last_token.at[params["slots"]].set(tokens), history, result(logits, tokens)
+
+        sampler.__name__ = result.__name__
+        state = self._state()
+        return jax.jit(sampler, donate_argnums=(1, 2)).lower(
+            self.weights.ends, state.last_token, state.history, self._hidden(size), layout.abstract()
+        )
+
+    def _lower_history(self, size: int) -> jax.stages.Lowered:
+        def history(history: History, packed: jax.Array) -> History:
+            host = self.history_layout.read(packed)
+            return extend_history(history, host["slot"][0], host["keep"][0], host["prompt"], host["output"])
+
+        return jax.jit(history, donate_argnums=0).lower(self._state().history, self.history_layout.abstract())
+
+    def _lower_gather(self, size: int) -> jax.stages.Lowered:
+        return jax.jit(gather_pages).lower(self._state().pool, jax.ShapeDtypeStruct((size,), jnp.int32))
+
+    def _lower_install(self, size: int) -> jax.stages.Lowered:
+        pool = self._state().pool
+        chunk = jax.ShapeDtypeStruct((size, pool.shape[0], *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
+        return jax.jit(install_pages, donate_argnums=0).lower(pool, jax.ShapeDtypeStruct((size,), jnp.int32), chunk)
+
+    def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, self._shape.embed_dim), self._dtype)
+
+    def _state(self) -> DeviceState:
+        """The state's shapes and where it lives."""
+        config = self._config
+        abstract = jax.eval_shape(partial(new_state, self._shape, config.num_pages, config.page_size, config.max_running, self._dtype))
+        sharding = self.placement if isinstance(self.placement, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(self.placement)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract)
+
+
+def _platform(placement: Placement) -> str:
+    device = next(iter(placement.device_set)) if isinstance(placement, jax.sharding.Sharding) else placement
+    return device.platform
