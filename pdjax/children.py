@@ -120,7 +120,7 @@ class Child:
 
 
 async def start_child(spec: ChildSpec, progress: Progress, log: Log) -> Child:
-    """Start `spec`; its progress is repeated on `progress`, its output goes to `log`, line by line. Raises OSError where it cannot start."""
+    """Start `spec`; its progress is repeated on `progress`, its output goes to `log` by lines. Raises OSError where it cannot start."""
     read_fd, write_fd = os.pipe()
     pipe = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -27,6 +27,18 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
+SERVER_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+"""Two servers on one port are a mistake that must show. A peer that answers no ping for 10 s loses its connection; peers may ping as often
+as they like."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -205,7 +205,7 @@ def run_supervised(config: Config, role: str) -> int:
     except OSError as error:
         board.log(f"error: {error}")
         return 1
-    return run_system(make_plan(config, role), board)
+    return run_system(make_plan(config, role), board, sys.stdout)
 
 
 def run_foreground(config: Config, role: str) -> int:

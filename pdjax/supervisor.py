@@ -1,8 +1,8 @@
 """Keeps a router and its workers running as child processes: starts them, shows their progress, replaces a dead worker, stops all.
 
 The router comes first, since workers need to know where to register; the workers start together. Until everything is ready the
-death of any child ends the attempt. Later a dead worker is replaced after a pause that grows while it keeps dying, and the end of the router
-ends everything. SIGINT, SIGTERM and SIGHUP stop the system in order; a second one kills at once.
+death of any child ends the attempt. Later a dead worker is replaced after a pause that grows while it keeps dying, and the end of
+the router ends everything. SIGINT, SIGTERM and SIGHUP stop the system in order; a second one kills at once.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ class Limits(NamedTuple):
     stable_s: float = 60.0
 
 
+DEFAULT_LIMITS = Limits()
+
+
 class SystemFailed(Exception):
     """The system cannot go on; the message is for the user."""
 
 
-def run_system(plan: Plan, board: Board, limits: Limits = Limits(), out: TextIO = sys.stdout) -> int:
+def run_system(plan: Plan, board: Board, out: TextIO, limits: Limits = DEFAULT_LIMITS) -> int:
     """Run `plan` until it is stopped (0) or fails (1). Progress and logs go to `board`, the greeting to `out`. Main thread only."""
-    return asyncio.run(Supervisor(plan, board, limits, out).run())
+    return asyncio.run(Supervisor(plan, board, out, limits).run())
 
 
 class Supervisor:
     """Owns the child processes of one system; none is left when `run` returns."""
 
-    def __init__(self, plan: Plan, board: Board, limits: Limits, out: TextIO):
+    def __init__(self, plan: Plan, board: Board, out: TextIO, limits: Limits):
         self._plan = plan
         self._board = board
         self._limits = limits

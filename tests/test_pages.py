@@ -41,7 +41,7 @@ def test_no_pages_can_always_be_had() -> None:
 
 
 def test_a_pool_without_a_page_to_give_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 pages.*got 1"):
+    with pytest.raises(ValueError, match=r"at least 2 pages.*got 1"):
         PagePool(1)
 
 

@@ -33,14 +33,14 @@ def pages_of(cache: PrefixCache, tokens: list[int]) -> list[int]:
 
 
 def test_an_empty_cache_matches_nothing() -> None:
-    pool, cache = filled()
+    _, cache = filled()
     assert pages_of(cache, prompt(A, B)) == []
     assert pages_of(cache, []) == []
     assert (cache.num_pages, cache.num_evictable_pages) == (0, 0)
 
 
 def test_the_longest_prefix_in_full_pages_is_found() -> None:
-    pool, cache = filled(prompt(A, B, C))
+    _, cache = filled(prompt(A, B, C))
     assert pages_of(cache, prompt(A, B, C)) == [1, 2, 3]
     assert pages_of(cache, prompt(A, B, C, D)) == [1, 2, 3]
     assert pages_of(cache, prompt(A, B, D)) == [1, 2]
@@ -57,7 +57,7 @@ def test_prompts_that_part_share_the_pages_before_the_fork() -> None:
 
 
 def test_equal_pages_after_different_prefixes_are_different_pages() -> None:
-    pool, cache = filled(prompt(A, C), prompt(B, C))
+    _, cache = filled(prompt(A, C), prompt(B, C))
     assert pages_of(cache, prompt(A, C)) == [1, 2]
     assert pages_of(cache, prompt(B, C)) == [3, 4]
 
@@ -92,7 +92,7 @@ def test_duplicates_are_returned_page_by_page_and_the_rest_is_kept() -> None:
 
 
 def test_a_page_handed_over_twice_is_caught() -> None:
-    pool, cache = filled(prompt(A, B))
+    _, cache = filled(prompt(A, B))
     with pytest.raises(AssertionError, match="page 2 is handed over twice"):
         cache.insert(prompt(A, C), [1, 2])
     with pytest.raises(AssertionError, match="page 2 is handed over twice"):
@@ -100,7 +100,7 @@ def test_a_page_handed_over_twice_is_caught() -> None:
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
-    pool, cache = filled(prompt(A), prompt(B), prompt(C))
+    _, cache = filled(prompt(A), prompt(B), prompt(C))
     cache.match(prompt(A))
     assert cache.evict(1) == 1
     assert [pages_of(cache, prompt(page)) for page in (A, B, C)] == [[1], [], [3]]
@@ -116,7 +116,7 @@ def test_eviction_eats_a_branch_from_its_end() -> None:
 
 
 def test_an_old_leaf_goes_before_a_fresh_one_and_its_parent_after_both() -> None:
-    pool, cache = filled(prompt(A, B), prompt(A, C))
+    _, cache = filled(prompt(A, B), prompt(A, C))
     cache.match(prompt(A, B))
     cache.evict(1)
     assert pages_of(cache, prompt(A, C)) == [1]
@@ -132,7 +132,7 @@ def test_evicting_more_than_there_is_says_how_much_came_free() -> None:
 
 
 def test_a_locked_node_keeps_itself_and_its_ancestors() -> None:
-    pool, cache = filled(prompt(A, B, C), prompt(D))
+    _, cache = filled(prompt(A, B, C), prompt(D))
     node = cache.match(prompt(A, B)).node
     cache.lock(node)
     assert cache.num_evictable_pages == 2  # C and D
@@ -144,7 +144,7 @@ def test_a_locked_node_keeps_itself_and_its_ancestors() -> None:
 
 
 def test_locks_count() -> None:
-    pool, cache = filled(prompt(A, B))
+    _, cache = filled(prompt(A, B))
     deep, shallow = cache.match(prompt(A, B)).node, cache.match(prompt(A)).node
     cache.lock(deep)
     cache.lock(deep)
@@ -160,7 +160,7 @@ def test_locks_count() -> None:
 
 
 def test_an_unlocked_prefix_counts_as_just_used() -> None:
-    pool, cache = filled(prompt(A), prompt(B))
+    _, cache = filled(prompt(A), prompt(B))
     node = cache.match(prompt(A)).node
     cache.lock(node)
     cache.match(prompt(B))
@@ -171,7 +171,7 @@ def test_an_unlocked_prefix_counts_as_just_used() -> None:
 
 
 def test_the_empty_match_can_be_locked_and_unlocked() -> None:
-    pool, cache = filled(prompt(A))
+    _, cache = filled(prompt(A))
     match = cache.match(prompt(B))
     cache.lock(match.node)
     assert cache.evict(1) == 1
@@ -179,7 +179,7 @@ def test_the_empty_match_can_be_locked_and_unlocked() -> None:
 
 
 def test_locking_a_node_whose_page_was_evicted_is_caught() -> None:
-    pool, cache = filled(prompt(A))
+    _, cache = filled(prompt(A))
     node = cache.match(prompt(A)).node
     cache.evict(1)
     with pytest.raises(AssertionError, match="page 1 has been evicted"):
@@ -209,7 +209,7 @@ def test_reset_gives_everything_back_and_voids_old_handles() -> None:
 
 
 def test_reset_with_a_lock_held_is_caught() -> None:
-    pool, cache = filled(prompt(A, B))
+    _, cache = filled(prompt(A, B))
     cache.lock(cache.match(prompt(A)).node)
     with pytest.raises(AssertionError, match="1 pages are locked"):
         cache.reset()

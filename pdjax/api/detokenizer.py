@@ -42,6 +42,9 @@ class TextStream:
     Text is shown as early as it is certain: a character once all its bytes are there, and what may be the beginning of a stop string
     only when it has turned out not to be one. The stop string that is complete first wins, of several complete at once the longest,
     so the result does not depend on how the text is cut into tokens. Raises BadRequest for an empty stop string.
+
+    `num_chars`: characters decoded so far, held ones included; read before a push it is the text offset of the pushed token.
+    `stopped`: the stop string that ended the answer, cut off from what was shown; None as long as there is none.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True):
@@ -54,8 +57,6 @@ class TextStream:
         self._held = ""
         self.num_chars = 0
         self.stopped: str | None = None
-
-    # `num_chars` counts the characters decoded so far, held ones included: read before a push it is the pushed token's text offset.
 
     def push(self, token: int) -> str:
         """Take in one token; returns the text that may be shown now. After a stop string nothing more is shown."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdjax.api.errors import error_response

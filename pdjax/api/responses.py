@@ -92,7 +92,7 @@ class Answer(Reply, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(Reply, frozen=True, kw_only=True):

@@ -15,10 +15,8 @@ from pdjax.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS,
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-SEED_BITS = 31
-"""Workers keep one seed a sequence in 32-bit integers; wider seeds are folded to this many bits."""
-MIN_TEMPERATURE = 1e-4
-"""Below this, logits divided by the temperature lose their differences in float32: such requests are greedy."""
+SEED_BITS = 63
+"""Workers take seeds of 63 bits, which fit every integer on the wire and in a metadata row."""
 
 
 def _as_strings(value: Any) -> Any:
@@ -45,9 +43,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class SamplingParams:
     """Parameters of one request, with OpenAI's names, meanings and defaults where it has them, vLLM's elsewhere.
 
-    `max_tokens` None: the server's default, clipped to what fits the context. `top_k` 0 or -1: no limit. `logprobs` None: none wanted;
-    0: each output token's; k: also the k best. `min_tokens` keeps stop tokens away, not stop strings. `stop` strings end the answer and are not part of it. Raises pydantic's ValidationError
-    (a ValueError) naming field, limit and value.
+    `max_tokens` None: the server's default, clipped to what fits the context. `min_tokens` keeps stop tokens away, not stop strings.
+    `top_k` 0 or -1: no limit. `logprobs` None: none wanted; 0: each output token's; k: also the k best. `stop` strings end the answer
+    and are not part of it. Raises pydantic's ValidationError (a ValueError) naming field, limit and value.
     """
 
     n: int = Field(1, ge=1)
@@ -88,7 +86,7 @@ class SamplingParams:
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
+            temperature=self.temperature,
             top_p=self.top_p,
             top_k=min(max(self.top_k, 0), card.vocab_size),
             min_p=self.min_p,

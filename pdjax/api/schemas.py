@@ -118,7 +118,8 @@ def parse_completion(body: Any) -> CompletionRequest:
     fields = _known_fields(body, frozenset(CompletionRequest.model_fields) | SAMPLING_FIELDS | {"best_of"})
     best_of, n = fields.pop("best_of", None), fields.get("n", 1)
     if best_of is not None and (type(best_of) is not int or best_of != n):
-        raise InvalidField(f"best_of {_shown(best_of)} is only supported where it equals n, here {_shown(n)}", "best_of", "unsupported_value")
+        message = f"best_of {_shown(best_of)} is only supported where it equals n, here {_shown(n)}"
+        raise InvalidField(message, "best_of", "unsupported_value")
     request = _with_sampling(CompletionRequest, fields)
     if request.echo and request.sampling.logprobs is not None:
         raise InvalidField("echo together with logprobs is not supported", "echo", "unsupported_value")
@@ -178,7 +179,8 @@ def _unify_logprobs(fields: dict[str, Any]) -> None:
     if type(wanted) is not bool:
         raise InvalidField(f"logprobs must be true or false, got {_shown(wanted)}", "logprobs", "invalid_type")
     if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidField(f"top_logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {_shown(top)}", "top_logprobs", "invalid_value")
+        message = f"top_logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {_shown(top)}"
+        raise InvalidField(message, "top_logprobs", "invalid_value")
     if top and not wanted:
         raise InvalidField("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     if wanted:
@@ -211,7 +213,8 @@ def _validated(kind: type[Request], fields: dict[str, Any]) -> Request:
 def _bad_request(error: ValidationError) -> InvalidField:
     """The first mistake of several, in a sentence that names field, limit and value."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[:100].lstrip(".") or None
+    loc = first["loc"][:1] if first["loc"][:1] == ("logit_bias",) else first["loc"]  # its keys are the client's, not ours
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)[:100].lstrip(".") or None
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return InvalidField(f"{param} is required", param, "missing_required_parameter")

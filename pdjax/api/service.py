@@ -16,8 +16,8 @@ from pdjax.api.logprobs import LogprobWriter
 from pdjax.api.merge import merge
 from pdjax.api.meter import Meter
 from pdjax.api.prompts import Prompt, PromptReader, check_vocabulary, split_prompts
-from pdjax.api.schemas import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from pdjax.api.responses import Detokenized, Tokenized
+from pdjax.api.schemas import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from pdjax.api.tokenizer import Tokenizer
 from pdjax.api.writers import DONE, AnswerHead, AnswerWriter, ChatWriter, CompletionWriter
 from pdjax.config.schema import ServerConfig

@@ -37,7 +37,7 @@ class AnswerHead(NamedTuple):
     include_usage: bool
 
     @property
-    def chunk_usage(self) -> None | UnsetType:
+    def chunk_usage(self) -> UnsetType | None:
         """`usage` of the chunks before the last."""
         return None if self.include_usage else UNSET
 
@@ -93,7 +93,7 @@ class CompletionWriter(AnswerWriter):
             stop_reason=finish and finish.stop_reason,
         )
 
-    def _answer(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> Answer:
+    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Answer:
         head = self._head
         return Answer(id=head.id, object="text_completion", created=head.created, model=head.model, choices=choices, usage=usage)
 
@@ -135,7 +135,7 @@ class ChatWriter(AnswerWriter):
         )
         return server_sent_event(self._chunk([choice], self._head.chunk_usage))
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None | UnsetType) -> Answer:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> Answer:
         head = self._head
         return Answer(id=head.id, object="chat.completion.chunk", created=head.created, model=head.model, choices=choices, usage=usage)
 

@@ -20,7 +20,6 @@ _CONTROL_TOKEN = 3
 _USER_DEFINED_TOKEN = 4
 _ALIGNMENT_BYTES = 64
 _CHUNK_ROWS = 128  # a chunk of expanded rows stays in the L2 cache until its transpose has been written
-_HASH_BLOCK_BYTES = 1 << 20
 
 
 class _Part(NamedTuple):
@@ -41,11 +40,8 @@ class _Part(NamedTuple):
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of the file's bytes, in hex; read in blocks."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -76,8 +72,7 @@ class GgufCheckpoint(Checkpoint):
         self.fingerprint = fingerprint
         self._file = GgufFile(path)
         self.shape = _read_shape(self._file)
-        self._parts = tuple(_parts_of(self.shape))
-        _check_tensors(self._file, self._parts)
+        self._parts = _check_tensors(self._file, self.shape)
         ids = (self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
         self.eos_token_ids = tuple(dict.fromkeys(token for token in ids if token is not None))
 
@@ -130,8 +125,11 @@ def _parts_of(shape: ModelShape) -> Iterator[_Part]:
         yield _Part("output.weight", (shape.vocab_size, embed), "lm_head")
 
 
-def _check_tensors(file: GgufFile, parts: tuple[_Part, ...]) -> None:
-    for part in parts:
+def _check_tensors(file: GgufFile, shape: ModelShape) -> tuple[_Part, ...]:
+    """The parts of the model, each of which the file holds as it should be. Stops at the first that is not there, however many
+    layers a damaged file claims to have."""
+    parts = []
+    for part in _parts_of(shape):
         if part.tensor not in file.tensors:
             raise ValueError(f"{file.path}: tensor {part.tensor} of shape {part.shape} is missing")
         tensor = file.tensors[part.tensor]
@@ -140,8 +138,10 @@ def _check_tensors(file: GgufFile, parts: tuple[_Part, ...]) -> None:
         if tensor.kind not in SUPPORTED_KINDS:
             supported = ", ".join(sorted(kind.name for kind in SUPPORTED_KINDS))
             raise ValueError(f"{file.path}: tensor {part.tensor} is stored as {tensor.kind.name}; supported are {supported}")
+        parts.append(part)
     if unexpected := sorted(file.tensors.keys() - {part.tensor for part in parts}):
         raise ValueError(f"{file.path}: tensor {unexpected[0]} is not part of a llama model as pdjax knows it")
+    return tuple(parts)
 
 
 def _required(file: GgufFile, key: str, kind: type[_Kind]) -> _Kind:

@@ -54,25 +54,33 @@ class GgufTensor(NamedTuple):
 class GgufFile:
     """`metadata` by key and `tensors` by name. The file stays mapped as long as a tensor's view lives; nothing is read ahead.
 
-    Raises ValueError naming the file where it is not GGUF, is truncated, or has tensors of an unknown kind.
+    Raises ValueError naming the file and what is wrong with it: not GGUF, truncated, a tensor of an unknown kind.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self.metadata: dict[str, Value] = {}
+        self.tensors: dict[str, GgufTensor] = {}
         try:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._at = 0
-            num_tensors, num_keys = self._read_start()
-            self.metadata: dict[str, Value] = {self._read_string(): self._read_value(self._scalar("<I")) for _ in range(num_keys)}
-            infos = [self._read_tensor_info() for _ in range(num_tensors)]
+            self._read_header()
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
+
+    def _read_header(self) -> None:
+        num_tensors, num_keys = self._read_start()
+        for _ in range(num_keys):
+            key = self._read_string()
+            self.metadata[key] = self._read_value(self._scalar("<I"))
+        infos = [self._read_tensor_info() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"{path}: general.alignment is {alignment!r}, which is no positive integer")
+            raise ValueError(f"general.alignment is {alignment!r}, which is no positive integer")
         start = -(-self._at // alignment) * alignment
-        self.tensors = {info[0]: self._map_tensor(start, *info) for info in infos}
+        for info in infos:
+            self.tensors[info[0]] = self._map_tensor(start, *info)
 
     def _read_start(self) -> tuple[int, int]:
         if (magic := self._scalar("<I")) != GGUF_MAGIC:
@@ -114,13 +122,13 @@ class GgufFile:
 
     def _map_tensor(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
         if kind not in iter(GGMLQuantizationType):
-            raise ValueError(f"{self.path}: tensor {name} is of unknown kind {kind}")
+            raise ValueError(f"tensor {name} is of unknown kind {kind}")
         block_len, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if not shape or shape[-1] % block_len:
-            raise ValueError(f"{self.path}: tensor {name} of shape {shape} does not divide into blocks of {block_len}")
+        if not shape or 0 in shape or shape[-1] % block_len:
+            raise ValueError(f"tensor {name} of shape {shape} does not divide into blocks of {block_len}")
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block_len * block_bytes
         end = start + offset + num_rows * row_bytes
         if end > len(self._bytes):
-            raise ValueError(f"{self.path} is truncated: tensor {name} ends at byte {end}, the file at byte {len(self._bytes)}")
+            raise ValueError(f"it is truncated: tensor {name} ends at byte {end}, the file at byte {len(self._bytes)}")
         flat = np.frombuffer(self._bytes, np.uint8, num_rows * row_bytes, start + offset)
         return GgufTensor(name, GGMLQuantizationType(kind), shape, flat.reshape(num_rows, row_bytes))

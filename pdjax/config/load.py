@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 import yaml
@@ -167,7 +167,8 @@ class _Collector:
         if len(location) < 2 or wording is None:
             return f"{self._origin_of(location)}: {_plain_message(location, detail)}"
         name = ".".join(location[:2]) + "".join(f"[{index}]" for index in location[2:])
-        return f"{self._origin_of(location)}: {name} {wording.format(**detail.get('ctx', {}))}, got {_shown(detail['input'])}"
+        limits = {key: _without_point_zero(limit) for key, limit in detail.get("ctx", {}).items()}
+        return f"{self._origin_of(location)}: {name} {wording.format(**limits)}, got {_shown(detail['input'])}"
 
     def _origin_of(self, location: tuple[Any, ...]) -> str:
         """The place to mend. For a rule between several fields: the command line if any of its words took part in the outcome."""
@@ -194,6 +195,10 @@ _WORDINGS = {
 }
 
 
+def _without_point_zero(limit: Any) -> Any:
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+
+
 def _plain_message(location: tuple[Any, ...], detail: Mapping[str, Any]) -> str:
     message = str(detail["msg"]).removeprefix("Value error, ")
     return f"{'.'.join(map(str, location))}: {message}" if len(location) >= 2 else message
@@ -202,7 +207,7 @@ def _plain_message(location: tuple[Any, ...], detail: Mapping[str, Any]) -> str:
 class _Loader(yaml.SafeLoader):
     """Safe YAML with the scalars of YAML 1.2 and without duplicate keys."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
@@ -254,10 +259,11 @@ def _unknown_section(section: Any) -> str:
 
 
 def _unknown_field(section: str, name: str) -> str:
-    """Close names of the same section come first, then the same name elsewhere, then anything alike."""
+    """Names of the same section that contain it or look like it come first, then the same name elsewhere, then anything alike."""
     own = list(_section_type(Config.model_fields[section]).model_fields)
     everywhere = [field.name for field in describe_fields()]
-    near = [f"{section}.{match}" for match in difflib.get_close_matches(name, own, n=1)]
+    near = [f"{section}.{full}" for full in own if len(name) > 2 and name in full]
+    near += [f"{section}.{match}" for match in difflib.get_close_matches(name, own, n=1)]
     near += [full for full in everywhere if full.endswith(f".{name}")]
     near += difflib.get_close_matches(f"{section}.{name}", everywhere, n=1)
     hint = f"did you mean {near[0]}?" if near else f"{section} has {', '.join(own)}"
@@ -282,7 +288,8 @@ def _type_in_words(field: FieldInfo) -> str:
                 limits.append(f"<= {bound}")
             case annotated_types.Lt(lt=bound):
                 limits.append(f"< {bound}")
-    return " ".join([_annotation_in_words(field.annotation), *limits])
+    first, *others = _annotation_in_words(field.annotation).split(" or ")
+    return " or ".join([" ".join([first, *limits]), *others])
 
 
 def _annotation_in_words(annotation: Any) -> str:

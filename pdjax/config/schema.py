@@ -36,7 +36,9 @@ class RouterConfig(Section):
     max_attempts: int = Field(4, ge=1, description="attempts at one sequence, the first included")
     heartbeat_timeout_s: float = Field(3.0, gt=0, description="silence after which a worker counts as gone")
     stall_timeout_s: float = Field(
-        30.0, gt=0, description="silence of the workers of a dispatched sequence after which it is tried again elsewhere, once they miss heartbeats"
+        30.0,
+        gt=0,
+        description="silence of the workers of a dispatched sequence after which it is tried again elsewhere, once they miss heartbeats",
     )
 
 

@@ -87,12 +87,15 @@ class ProgramTable:
     def __init__(self, lowered: dict[ProgramKey, Callable[[], jax.stages.Lowered]]):
         """`lowered`: for each key what traces the program with its argument shapes."""
         self._lowered = lowered
-        self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
+        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
 
-    def __getitem__(self, key: ProgramKey) -> Callable[..., Any]:
+    def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
         if key not in self._compiled:
             self._compiled[key] = self._lowered[key]().compile()
         return self._compiled[key]
+
+    def compiled(self) -> dict[ProgramKey, jax.stages.Compiled]:
+        return dict(self._compiled)
 
     def compile_all(self, keys: list[ProgramKey], report: Report) -> None:
         for done, key in enumerate(keys):

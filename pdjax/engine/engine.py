@@ -8,7 +8,7 @@ before the next step takes the pool over.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -24,6 +24,7 @@ from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
 from pdjax.engine.steps import pack_decode, pack_prefill
 from pdjax.engine.weights import Placement
+from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
 from pdjax.protocol import MAX_TOP_LOGPROBS
 
@@ -52,8 +53,9 @@ class Engine:
         config: EngineConfig,
         dtype: jnp.dtype = jnp.float32,
         device: Placement | None = None,
+        attention: Attention | None = None,
     ):
-        """Place the weights and make the pool on `device` (default: JAX's first).
+        """Place the weights and make the pool on `device` (default: JAX's first). `attention`: default as `choose_attention` says.
 
         `weights`, keyed by the paths of `weight_specs`, have dtype `dtype`, as the pool will. On CPU the device arrays alias them.
         Raises ValueError where the weights do not fit the shape.
@@ -63,7 +65,7 @@ class Engine:
         self._counter = CompileCounter()
         self._count_when_warm = 0
         with self._counter.attributed():
-            self._library = Library(shape, weights, config, jnp.dtype(dtype), device or jax.devices()[0])
+            self._library = Library(shape, weights, config, jnp.dtype(dtype), device or jax.devices()[0], attention)
             self._programs = ProgramTable(self._library.lowered())
             self._state = self._library.new_state()
 
@@ -76,6 +78,10 @@ class Engine:
     def compilations_after_warm_up(self) -> int:
         """Compilations on behalf of this engine since `warm_up` returned, fetches from the persistent cache included. Stays 0."""
         return self._counter.count - self._count_when_warm
+
+    def compiled_programs(self) -> dict[ProgramKey, jax.stages.Compiled]:
+        """What has been compiled so far, for those who want to look at cost or memory."""
+        return self._programs.compiled()
 
     def launch_prefill(self, seqs: Sequence[PrefillSeq]) -> StepHandle:
         """Compute the KV of one chunk of each sequence and sample where `output_index` says so."""

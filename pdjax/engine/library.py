@@ -18,6 +18,7 @@ from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabiliti
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
 from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, make_prefill, prefill_layout
 from pdjax.engine.weights import LayerParams, Placement, place_weights
+from pdjax.kernels.base import Attention
 from pdjax.kernels.dispatch import choose_attention
 from pdjax.models.llama import Llama, Params
 from pdjax.models.shape import ModelShape
@@ -33,7 +34,15 @@ Lower = Callable[[], jax.stages.Lowered]
 class Library:
     """Holds the weights and layouts that programs work with. The engine reads its attributes and never changes them."""
 
-    def __init__(self, shape: ModelShape, weights: dict[str, np.ndarray], config: EngineConfig, dtype: jnp.dtype, placement: Placement):
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: dict[str, np.ndarray],
+        config: EngineConfig,
+        dtype: jnp.dtype,
+        placement: Placement,
+        attention: Attention | None,
+    ):
         self.placement = placement
         self._shape, self._config, self._dtype = shape, config, dtype
         platform = _platform(placement)
@@ -56,7 +65,7 @@ class Library:
             {"slot": Field((1,)), "keep": Field((1,)), "prompt": Field((HISTORY_CHUNK_TOKENS,)), "output": Field((HISTORY_CHUNK_TOKENS,))}
         )
         self._model = Llama(shape, dtype)
-        self._attention = choose_attention(platform, attention_override())
+        self._attention = attention or choose_attention(platform, attention_override())
 
     def new_state(self) -> DeviceState:
         """A fresh pool, on the device."""

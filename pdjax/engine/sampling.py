@@ -158,9 +158,9 @@ def _draw(logits: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
     """Gumbel-max over the kept tokens. Rows with temperature 0 draw something that nobody looks at."""
     temperatures = jnp.where(params["temperatures"] > 0, params["temperatures"], 1.0)
     scaled = logits / temperatures[:, None]
-    keys = _ordered_bits(logits)
+    keys = ordered_bits(logits)
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    threshold = _filter_threshold(keys, weights, params)
+    threshold = filter_threshold(keys, weights, params)
 
     def noise(seed: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index)
@@ -170,13 +170,13 @@ def _draw(logits: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
     return greedy(jnp.where(keys >= threshold[:, None], perturbed, -jnp.inf))
 
 
-def _ordered_bits(values: jax.Array) -> jax.Array:
+def ordered_bits(values: jax.Array) -> jax.Array:
     """int32 with the order of the float32 values; +0 and -0 are the same."""
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
     return jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
 
 
-def _filter_threshold(keys: jax.Array, weights: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
+def filter_threshold(keys: jax.Array, weights: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
     """The lowest key that min_p, top_k and top_p leave, int32[rows]; never above the best token's.
 
     Every filter keeps the best tokens up to some point, so thresholds combine by maximum. `weights` float32[rows, vocab] are

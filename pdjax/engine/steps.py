@@ -5,7 +5,7 @@ Both return hidden states, not logits: what is sampled from them, and how, is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ def prefill_layout(dims: StepDimensions, num_rows: int) -> PackedLayout:
     )
 
 
-def pack_prefill(layout: PackedLayout, seqs: list[PrefillSeq], sampled: list[int]) -> np.ndarray:
+def pack_prefill(layout: PackedLayout, seqs: Sequence[PrefillSeq], sampled: list[int]) -> np.ndarray:
     """`sampled`: which of `seqs` are sampled from; their hidden states come first in the step's result, in this order."""
     flat, views = layout.new()
     row, last_rows = 0, []
@@ -73,7 +73,7 @@ def decode_layout(dims: StepDimensions, num_seqs: int) -> PackedLayout:
     )
 
 
-def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: list[DecodeSeq]) -> np.ndarray:
+def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: Sequence[DecodeSeq]) -> np.ndarray:
     flat, views = layout.new()
     views["slots"][len(seqs) :] = dims.padding_slot
     for i, seq in enumerate(seqs):

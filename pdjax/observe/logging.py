@@ -6,7 +6,7 @@ import logging
 
 from pdjax.observe.progress import Board
 
-QUIET_LOGGERS = ("jax", "jaxlib", "absl", "asyncio", "grpc", "httpx", "uvicorn.access")
+QUIET_LOGGERS = ("jax", "jaxlib", "absl", "asyncio", "grpc", "httpx", "uvicorn", "uvicorn.error", "uvicorn.access")
 """Libraries whose information lines say nothing about this system; their warnings stay."""
 
 

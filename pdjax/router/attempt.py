@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from types import TracebackType
+from typing import cast
 
 from pdjax.protocol import Event, Failed, Tokens
 from pdjax.router.fleet import Dispatch, Member
@@ -27,8 +28,9 @@ CLOSE_TIMEOUT_S = 1.0
 class _Half:
     """One worker's part. `last_event_s`: when it was last heard, on the fleet's clock."""
 
-    def __init__(self, member: Member, dispatch: Dispatch, now_s: float):
+    def __init__(self, member: Member, stream: AsyncGenerator[Event, None], dispatch: Dispatch, now_s: float):
         self.member = member
+        self.stream = stream
         self.dispatch = dispatch
         self.last_event_s = now_s
         self.is_open = True
@@ -39,27 +41,30 @@ class Attempt:
 
     def __init__(self, roster: Roster, pair: Pair, requests: PairRequests):
         self._roster = roster
-        self._pair = pair
-        self._requests = requests
+        self.pair = pair
+        self.requests = requests
         self._inbox: asyncio.Queue[tuple[Side, Event]] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._halves: dict[Side, _Half] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Attempt:
         """Start both calls in the same turn of the event loop."""
-        pair, requests = self._pair, self._requests
+        pair, requests = self.pair, self.requests
+        decode_stream = self._roster.client(pair.decode).decode(requests.decode)
         if pair.prefill is not None and requests.prefill is not None:
-            stream = self._roster.client(pair.prefill).prefill(requests.prefill)
-            self._start(Side.PREFILL, pair.prefill, pair.prefill_tokens, stream)
-        decode_tokens = len(requests.decode.prompt)
-        self._start(Side.DECODE, pair.decode, decode_tokens, self._roster.client(pair.decode).decode(requests.decode))
+            prefill_stream = self._roster.client(pair.prefill).prefill(requests.prefill)
+            self._start(Side.PREFILL, pair.prefill, pair.prefill_tokens, prefill_stream)
+        self._start(Side.DECODE, pair.decode, len(requests.decode.prompt), decode_stream)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for task in self._tasks:
             task.cancel()
         try:
-            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+            done, _ = await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+            if len(done) == len(self._tasks):
+                # A pump that was cancelled before its first step has not closed its stream.
+                await asyncio.gather(*(half.stream.aclose() for half in self._halves.values()), return_exceptions=True)
         finally:
             for half in self._halves.values():
                 self._roster.fleet.release(half.dispatch)
@@ -98,15 +103,16 @@ class Attempt:
 
     def _start(self, side: Side, member: Member, tokens: int, stream: AsyncIterator[Event]) -> None:
         fleet = self._roster.fleet
-        half = _Half(member, fleet.dispatch(member, tokens), fleet.clock())
+        closable = cast(AsyncGenerator[Event, None], stream)
+        half = _Half(member, closable, fleet.dispatch(member, tokens), fleet.clock())
         self._halves[side] = half
-        self._tasks.append(self._roster.spawn(self._pump(side, half, stream)))
+        self._tasks.append(self._roster.spawn(self._pump(side, half)))
 
-    async def _pump(self, side: Side, half: _Half, stream: AsyncIterator[Event]) -> None:
+    async def _pump(self, side: Side, half: _Half) -> None:
         """Carry one stream's events over. The worker counts as done with the sequence once its last event is here."""
         last: Event = Failed(kind="internal", message="the stream ended without a result", retriable=True)
         try:
-            async with aclosing(stream):
+            async with aclosing(half.stream) as stream:
                 async for event in stream:
                     if not isinstance(event, Tokens):
                         last = event

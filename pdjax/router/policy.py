@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from pdjax.errors import NoWorker, OverCapacity
 from pdjax.router.affinity import PrefixMemory, block_keys
-from pdjax.router.fleet import Fleet, Member
+from pdjax.router.fleet import Fleet, Member, Role
+from pdjax.router.merge import Side
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ class Pair(NamedTuple):
     prefill: Member | None
     decode: Member
     prefill_tokens: int
+
+    def worker(self, side: Side) -> Member:
+        """Who does the part of `side`."""
+        return self.prefill if side is Side.PREFILL and self.prefill is not None else self.decode
 
 
 class PairPolicy:
@@ -83,7 +88,7 @@ class PairPolicy:
             raise NoWorker("no decode worker is ready")
         return decodes
 
-    def _usable(self, role: str, tried: Tried) -> list[Member]:
+    def _usable(self, role: Role, tried: Tried) -> list[Member]:
         members = [
             member
             for member in self.fleet.available(role)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pdjax.errors import BadRequest, DeadlineExceeded, WorkerFailed
 from pdjax.protocol import Failed, Finished, Sampling, SequenceRequest
-from pdjax.router.merge import Broken, Side
+from pdjax.router.merge import Broken
 from pdjax.router.policy import Pair, Tried
 from pdjax.scheduler.sequence import answer_end
 
@@ -19,7 +19,10 @@ class PairRequests(NamedTuple):
 
 
 class Sequence:
-    """Owned by one `Router.generate`. `tokens`: output tokens given to the client so far."""
+    """Owned by one `Router.generate`.
+
+    `tokens`: output tokens given to the client so far. `num_failed`: attempts that failed; `num_full`: those that found no room.
+    """
 
     def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float, max_attempts: int):
         self.request_id = request_id
@@ -30,6 +33,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.tried = Tried()
         self.num_failed = 0
+        self.num_full = 0
         self.last_failure = ""
         self._num_dispatched = 0
         self._cached_tokens: int | None = None
@@ -86,9 +90,10 @@ class Sequence:
 
         A refusal for lack of room costs no attempt. The KV's way has two ends, so both count as failed where it broke.
         """
-        failed, worker = broken.failed, _worker(pair, broken.side)
+        failed, worker = broken.failed, pair.worker(broken.side)
         self.last_failure = f"{broken.side.value} worker {worker.info.peer.address} failed ({failed.kind}): {failed.message}"
         if failed.kind == "over_capacity":
+            self.num_full += 1
             self.tried.full.add(worker.instance_id)
             return
         self._raise_if_final(failed, pair)
@@ -111,9 +116,3 @@ class Sequence:
         is_refused_pair = failed.kind in ("bootstrap", "transfer") and pair.prefill is not None
         if not failed.retriable and failed.kind != "aborted" and not is_refused_pair:
             raise WorkerFailed(self.last_failure)
-
-
-def _worker(pair: Pair, side: Side):
-    if side is Side.DECODE or pair.prefill is None:
-        return pair.decode
-    return pair.prefill

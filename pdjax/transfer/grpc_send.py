@@ -8,7 +8,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pdjax.protocol import Accepted, ChunkLast, KVFrame, SendFailed
 from pdjax.transfer.base import TransferLimits
@@ -18,7 +18,6 @@ from pdjax.transfer.sender import OutboundChunk, Outlet, RoomSender
 
 _COPY_THREADS = 2  # one waits for the device while the other takes a checksum
 _MAX_SIGN_OF_LIFE_S = 1.0
-_T = TypeVar("_T")
 
 
 class Last(NamedTuple):
@@ -45,6 +44,7 @@ class LoopOutlet(Outlet):
         self._sender: RoomSender | None = None
         self._items: collections.deque[Item] = collections.deque()
         self._arrived = asyncio.Event()
+        self._failed = asyncio.Event()
         self._is_closed = False
 
     def accepted(self, sender: RoomSender) -> None:
@@ -58,16 +58,35 @@ class LoopOutlet(Outlet):
         self._put(Last(metadata))
 
     def failed(self, message: str) -> None:
-        self._put(Failure(message))
+        if self._put(Failure(message)):
+            self._loop.call_soon_threadsafe(self._failed.set)
+
+    async def until_failed(self) -> None:
+        """Only in the server's loop."""
+        await self._failed.wait()
 
     async def get(self) -> Item:
         """The next item. Only in the server's loop; safe to cancel."""
-        while True:
-            self._arrived.clear()
-            with self._lock:
-                if self._items:
-                    return self._items.popleft()
+        while (item := self.pop()) is None:
             await self._arrived.wait()
+        return item
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether something came within `timeout_s`. Only in the server's loop."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def pop(self) -> Item | None:
+        """Only in the server's loop, where `_arrived` is set after the item that it speaks of lies here."""
+        with self._lock:
+            if self._items:
+                return self._items.popleft()
+            self._arrived.clear()
+            return None
 
     def close(self) -> None:
         """Take no more, and let go of the chunks that still wait here."""
@@ -127,7 +146,7 @@ class RoomStream:
         num_pages = 0
         await self._write(self._accepted)
         while True:
-            item = await self._alive_until(asyncio.ensure_future(self._outlet.get()))
+            item = await self._next_item()
             if isinstance(item, OutboundChunk):
                 await self._send_chunk(sender, item)
                 num_pages += item.num_pages
@@ -142,10 +161,14 @@ class RoomStream:
 
     async def _send_chunk(self, sender: RoomSender, chunk: OutboundChunk) -> None:
         """Send a chunk, or what of it fits before the room fails: then a `Failure` waits in the outlet."""
+        if sender.is_failed():
+            sender.chunk_left()
+            return
+        copy = self._copier.start(chunk)
         try:
-            if sender.is_failed():
+            host_chunk = await self._alive_until(asyncio.wrap_future(copy))
+            if host_chunk is None:
                 return
-            host_chunk = await self._alive_until(asyncio.wrap_future(self._copier.start(chunk)))
             await self._send_frame(sender, host_chunk.head)
             for frame in data_frames(host_chunk.payload):
                 if sender.is_failed():
@@ -153,20 +176,31 @@ class RoomStream:
                 await self._send_frame(sender, frame)
             sender.counters.sent(host_chunk.payload.nbytes)
         finally:
-            sender.chunk_left()
+            copy.cancel()
+            copy.add_done_callback(lambda _: sender.chunk_left())  # a copy that runs still holds the array
 
     async def _send_frame(self, sender: RoomSender, frame: KVFrame) -> None:
         sender.link_owes(self._hold_limit_s)
         await self._write(frame)
         sender.link_paid()
 
-    async def _alive_until(self, task: asyncio.Future[_T]) -> _T:
-        """Await `task`; every so often tell the receiver that this worker lives."""
+    async def _next_item(self) -> Item:
+        while (item := self._outlet.pop()) is None:
+            if not await self._outlet.wait(self._sign_of_life_s):
+                await self._write(self._accepted)
+        return item
+
+    async def _alive_until(self, copy: asyncio.Future[HostChunk]) -> HostChunk | None:
+        """Await `copy`, which may wait for prefill to compute; None where the room fails before."""
+        failed = asyncio.ensure_future(self._outlet.until_failed())
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=self._sign_of_life_s)
-                if not task.done():
+            while not copy.done():
+                done, _ = await asyncio.wait({copy, failed}, timeout=self._sign_of_life_s, return_when=asyncio.FIRST_COMPLETED)
+                if failed in done:
+                    copy.cancel()
+                    return None
+                if not done:
                     await self._write(self._accepted)
+            return copy.result()
         finally:
-            task.cancel()
-        return task.result()
+            failed.cancel()

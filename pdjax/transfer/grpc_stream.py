@@ -14,7 +14,7 @@ Who owes what, and for how long:
 * Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times in that
   time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no clock runs.
 * Sender: a frame that is not accepted may mean a receiver that holds back on purpose, which is no fault. One that is stopped or unreachable
-  is told apart by gRPC's own pings (`SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for `bootstrap_timeout_s`
+  is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for `bootstrap_timeout_s`
   fails the room. What gRPC has of that frame is let go when the stream ends.
 * The end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the receiver's flow control. A
   receiver that finds the last chunk damaged fails on its own side only, and says so to the router.
@@ -23,107 +23,33 @@ Who owes what, and for how long:
 from __future__ import annotations
 
 import asyncio
-import collections
-import concurrent.futures
 import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 
 from pdjax import rpc
 from pdjax.errors import TransferError
-from pdjax.protocol import Accepted, Announce, ChunkLast, KVFrame, Layout, Refused, SendFailed
-from pdjax.transfer.base import KVSender, KVSource, TransferLimits, Wake
-from pdjax.transfer.frames import HostChunk, PageForm, data_frames, to_host
+from pdjax.protocol import Announce, Layout, Peer, Refused, SendFailed
+from pdjax.transfer.base import KVReceiver, KVSender, KVSink, KVSource, TransferLimits, Wake
+from pdjax.transfer.frames import PageForm
+from pdjax.transfer.grpc_channels import ChannelCache
+from pdjax.transfer.grpc_receive import Lander, Landing, RoomFetch
+from pdjax.transfer.grpc_send import Failure, HostCopier, LoopOutlet, RoomStream, Write
+from pdjax.transfer.receiver import RoomReceiver, announcement
 from pdjax.transfer.rooms import Clock, Counters, FailureKind
-from pdjax.transfer.sender import OutboundChunk, Outlet, RoomSender, SenderTable
+from pdjax.transfer.sender import RoomSender, SenderTable
 
 log = logging.getLogger(__name__)
 
-SERVER_OPTIONS = [
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-]
-"""For the server that `FetchKV` is mounted in: a receiver that answers no ping for 10 s loses its connection."""
-
-_COPY_THREADS = 2  # one waits for the device while the other takes a checksum
-_MAX_SIGN_OF_LIFE_S = 1.0
-_T = TypeVar("_T")
-
-
-class _Last(NamedTuple):
-    metadata: bytes
-
-
-class _Failure(NamedTuple):
-    message: str
-
-
-_Item = RoomSender | OutboundChunk | _Last | _Failure
-_Write = Callable[[KVFrame], Awaitable[None]]
-
-
-class _LoopOutlet(Outlet):
-    """Carries one room's items from the engine loop into the server's event loop.
-
-    Bounded by the sender's bound on chunks in flight, plus the sender itself, one last and one failure.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._items: collections.deque[_Item] = collections.deque()
-        self._arrived = asyncio.Event()
-        self._is_closed = False
-
-    def accepted(self, sender: RoomSender) -> None:
-        self._put(sender)
-
-    def chunk(self, chunk: OutboundChunk) -> bool:
-        return self._put(chunk)
-
-    def last(self, metadata: bytes) -> None:
-        self._put(_Last(metadata))
-
-    def failed(self, message: str) -> None:
-        self._put(_Failure(message))
-
-    async def get(self) -> _Item:
-        """The next item. Only in the server's loop."""
-        while True:
-            self._arrived.clear()
-            with self._lock:
-                if self._items:
-                    return self._items.popleft()
-            await self._arrived.wait()
-
-    def close(self) -> int:
-        """Take no more; gives the number of chunks that were dropped."""
-        with self._lock:
-            self._is_closed = True
-            dropped = sum(isinstance(item, OutboundChunk) for item in self._items)
-            self._items.clear()
-        return dropped
-
-    def _put(self, item: _Item) -> bool:
-        with self._lock:
-            if self._is_closed:
-                return False
-            self._items.append(item)
-            self._loop.call_soon_threadsafe(self._arrived.set)
-            return True
+_CLOSE_S = 5.0
 
 
 class GrpcSource(KVSource):
     """Prefill's end. `serve_fetch` runs in the event loop of the worker's gRPC server; the engine loop does everything else.
 
-    Close it while that event loop still runs.
+    That event loop must run until `close` has returned.
     """
 
     def __init__(
@@ -134,13 +60,10 @@ class GrpcSource(KVSource):
         limits: TransferLimits = TransferLimits(),
         clock: Clock = time.monotonic,
     ) -> None:
-        self._layout = layout
-        self._page = PageForm.of(layout)
         self._instance_id = instance_id
         self._limits = limits
-        self._table = SenderTable(layout.page_size, limits, clock, wake)
-        self._copy_pool = concurrent.futures.ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kv-send-copy")
-        self._sign_of_life_s = min(_MAX_SIGN_OF_LIFE_S, limits.stall_timeout_s / 4)
+        self._table = SenderTable(layout, instance_id, limits, clock, wake)
+        self._copier = HostCopier(PageForm.of(layout), self._table.counters)
 
     @property
     def counters(self) -> Counters:
@@ -153,69 +76,118 @@ class GrpcSource(KVSource):
         return self._table.open_rooms()
 
     def close(self) -> None:
+        """Every stream that is open ends with `SendFailed`. Waits for copies that run, not for receivers."""
         self._table.close("the prefill worker is shutting down")
-        self._copy_pool.shutdown(wait=True)
+        self._copier.close()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `server.add_generic_rpc_handlers`: serves `rpc.FETCH_KV`."""
+        service, name = rpc.FETCH_KV.lstrip("/").split("/")
+        method = grpc.unary_stream_rpc_method_handler(
+            self.serve_fetch, request_deserializer=rpc.decoder(Announce), response_serializer=rpc.encode
+        )
+        return grpc.method_handlers_generic_handler(service, {name: method})
 
     async def serve_fetch(self, announce: Announce, context: grpc.aio.ServicerContext) -> None:
-        """Serve one room; the handler of FETCH_KV, in the style that writes to `context`. Cancelled when the receiver goes away."""
-        refusal = self._refusal(announce)
-        if refusal is not None:
-            self.counters.failed(FailureKind.REFUSED)
-            await context.write(Refused(refusal))
-            return
-        outlet = _LoopOutlet(asyncio.get_running_loop())
+        """Serve one room, writing to `context`. gRPC cancels it when the receiver goes away."""
+        outlet = LoopOutlet(asyncio.get_running_loop())
         try:
-            self._admit(announce, outlet)
+            self._table.announce(announce, outlet)
         except TransferError as error:
-            self.counters.failed(FailureKind.REJECTED)
-            await context.write(SendFailed(str(error)))
+            await context.write(SendFailed(str(error)) if error.retriable else Refused(str(error)))
             return
-        await self._serve_admitted(announce.room, outlet, context.write)
+        try:
+            await self._serve_admitted(announce.room, outlet, context.write)
+        finally:
+            outlet.close()
 
-    def _refusal(self, announce: Announce) -> str | None:
-        mismatch = self._layout.mismatch(announce.layout)
-        if mismatch is not None:
-            return f"layouts differ: {mismatch} (here: prefill {self._instance_id}, there: decode {announce.receiver.address})"
-        prefix, page_size = announce.decode_prefix_tokens, self._layout.page_size
-        if prefix < 0 or prefix % page_size:
-            return f"decode_prefix_tokens {prefix} is not a multiple of the page size {page_size}"
-        return None
-
-    def _admit(self, announce: Announce, outlet: Outlet) -> None:
-        if announce.sender_instance_id != self._instance_id:
-            raise TransferError(f"worker was replaced: {announce.sender_instance_id!r} was announced to, this is {self._instance_id!r}")
-        self._table.announce(announce.room, announce.decode_prefix_tokens, outlet)
-
-    async def _serve_admitted(self, room: int, outlet: _LoopOutlet, write: _Write) -> None:
-        sender: RoomSender | None = None
+    async def _serve_admitted(self, room: int, outlet: LoopOutlet, write: Write) -> None:
         try:
             sender = await self._await_sender(room, outlet, write)
             if sender is not None:
-                await _RoomStream(self, sender, outlet, write).run()
+                await RoomStream(outlet, write, self._copier, self._instance_id, self._limits).run(sender)
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            self._table.withdraw(room, FailureKind.PEER_GONE, f"room {room}: the receiver went away")
+            self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away")
             raise
-        except Exception as error:
+        except Exception as error:  # one room's array is bad, or this module is: that room ends, the server goes on
             log.exception("sending room %d failed", room)
-            self._table.withdraw(room, FailureKind.INTERNAL, f"room {room}: {error}")
+            self._table.withdraw(room, outlet, FailureKind.DEVICE, f"room {room}: {error}")
             await write(SendFailed(f"room {room}: {error}"))
-        finally:
-            dropped = outlet.close()
-            for _ in range(dropped if sender is not None else 0):
-                sender.chunk_left()
 
-    async def _await_sender(self, room: int, outlet: _LoopOutlet, write: _Write) -> RoomSender | None:
+    async def _await_sender(self, room: int, outlet: LoopOutlet, write: Write) -> RoomSender | None:
         """The room's sender; None where there is none in time or it has failed already, and the receiver was told."""
         try:
             async with asyncio.timeout(self._limits.bootstrap_timeout_s):
                 item = await outlet.get()
         except TimeoutError:
-            message = f"prefill was not asked to compute room {room} within {self._limits.bootstrap_timeout_s} s"
+            item = Failure(f"prefill was not asked to compute room {room} within {self._limits.bootstrap_timeout_s} s")
             self.counters.failed(FailureKind.BOOTSTRAP)
-            self._table.withdraw(room, FailureKind.BOOTSTRAP, message)
-            item = _Failure(message)
+            self._table.withdraw(room, outlet, FailureKind.BOOTSTRAP, item.message)
         if isinstance(item, RoomSender):
             return item
-        assert isinstance(item, _Failure), f"room {room}: {item} before its sender"
+        assert isinstance(item, Failure), f"room {room}: {item} before its sender"
         await write(SendFailed(item.message))
         return None
+
+
+class GrpcSink(KVSink):
+    """Decode's end. Frames are read in `loop`, which another thread runs until `close` has returned; the engine loop calls the methods.
+
+    One chunk of a room being assembled counts as waiting in `take`: at most `max_chunks_in_flight` of both together.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        peer: Peer,
+        landing: Landing,
+        loop: asyncio.AbstractEventLoop,
+        wake: Wake,
+        limits: TransferLimits = TransferLimits(),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._peer = peer
+        self._limits = limits
+        self._clock = clock
+        self._wake = wake
+        self._loop = loop
+        self.counters = Counters()
+        self._channels = ChannelCache()
+        self._lander = Lander(PageForm.of(layout), landing, self.counters)
+        self._fetches: dict[int, RoomFetch] = {}
+        self._is_closed = False
+
+    def open(self, room: int, source: Peer, decode_prefix_tokens: int) -> KVReceiver:
+        """Raises ValueError where the room is open here, the prefix is no multiple of the page size, or the sink is closed."""
+        if self._is_closed:
+            raise ValueError(f"room {room}: the transport is closed")
+        announce = announcement(room, source, decode_prefix_tokens, self._layout, self._peer)
+        self._forget_ended()
+        if room in self._fetches:
+            raise ValueError(f"room {room} is taken: it has a receiver already")
+        receiver = RoomReceiver(room, self._limits, self._clock, self._wake, self.counters)
+        fetch = RoomFetch(receiver, announce, source, self._channels, self._lander, self._limits.max_chunks_in_flight)
+        receiver.attach(fetch)
+        self._fetches[room] = fetch
+        fetch.start(self._loop)
+        return receiver
+
+    def open_rooms(self) -> int:
+        self._forget_ended()
+        return len(self._fetches)
+
+    def close(self) -> None:
+        """Every stream that is open is cancelled. Not to be called from the event loop: it waits for it, at most `_CLOSE_S`."""
+        self._is_closed = True
+        for fetch in self._fetches.values():
+            fetch.receiver.end(FailureKind.CLOSED, "the decode worker is shutting down")
+            fetch.receiver.abort()
+        for fetch in self._fetches.values():
+            fetch.wait_over(_CLOSE_S)
+        asyncio.run_coroutine_threadsafe(self._channels.close(), self._loop).result(_CLOSE_S)
+        self._lander.close()
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._fetches = {room: fetch for room, fetch in self._fetches.items() if not fetch.holds_nothing()}

@@ -6,9 +6,22 @@ import abc
 import collections
 import threading
 
-from pdjax.protocol import KVPoll
+from pdjax.protocol import Announce, KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, ReceivedChunk, TransferLimits, Wake
 from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomState
+
+
+def announcement(room: int, source: Peer, decode_prefix_tokens: int, layout: Layout, receiver: Peer) -> Announce:
+    """Raises ValueError where `decode_prefix_tokens` is negative or no multiple of the page size."""
+    if decode_prefix_tokens < 0 or decode_prefix_tokens % layout.page_size:
+        raise ValueError(f"decode_prefix_tokens {decode_prefix_tokens} is no multiple of the page size {layout.page_size}")
+    return Announce(
+        room=room,
+        decode_prefix_tokens=decode_prefix_tokens,
+        layout=layout,
+        sender_instance_id=source.instance_id,
+        receiver=receiver,
+    )
 
 
 class Intake(abc.ABC):
@@ -35,6 +48,7 @@ class RoomReceiver(KVReceiver):
         self._limits = limits
         self._clock = clock
         self._wake = wake
+        self.counters = counters
         self._state = RoomState(counters)
         self._lock = threading.Lock()
         self._intake: Intake | None = None

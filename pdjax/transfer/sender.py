@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from pdjax.errors import TransferError
-from pdjax.protocol import KVPoll
+from pdjax.protocol import Announce, KVPoll, Layout
 from pdjax.transfer.base import KVSender, TransferLimits, Wake
 from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomState
 
@@ -134,6 +134,10 @@ class RoomSender(KVSender):
         self._table.wake()
         return True
 
+    @property
+    def counters(self) -> Counters:
+        return self._table.counters
+
     def is_failed(self) -> bool:
         return self._state.value is KVPoll.FAILED
 
@@ -181,15 +185,17 @@ class SenderTable:
     announcement of a failed room is turned away at once instead of waiting in vain.
     """
 
-    def __init__(self, page_size: int, limits: TransferLimits, clock: Clock, wake: Wake) -> None:
-        self.page_size = page_size
+    def __init__(self, layout: Layout, instance_id: str, limits: TransferLimits, clock: Clock, wake: Wake) -> None:
+        self.page_size = layout.page_size
         self.counters = Counters()
         self.wake = wake
+        self._layout = layout
+        self._instance_id = instance_id
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
         self._senders: dict[int, RoomSender] = {}
-        self._announced: set[int] = set()  # those of the senders that have an outlet
+        self._announced: dict[int, Outlet] = {}  # those of the senders that have one
         self._unclaimed: dict[int, tuple[int, Outlet]] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._is_closed = False
@@ -206,15 +212,34 @@ class SenderTable:
             self._senders[room] = sender
             announced = self._unclaimed.pop(room, None)
             if announced is not None:
-                self._announced.add(room)
+                self._announced[room] = announced[1]
         if ended is not None:
             sender.end(FailureKind.PEER_GONE, ended)
         elif announced is not None:
             sender.bootstrap(*announced)
         return sender
 
-    def announce(self, room: int, prefix_tokens: int, outlet: Outlet) -> None:
-        """Give `outlet` to the room's sender, now or when it is created. Raises TransferError where that cannot be."""
+    def announce(self, announce: Announce, outlet: Outlet) -> None:
+        """Give `outlet` to the room's sender, now or when it is created. Raises TransferError where that cannot be, now or (not retriable) ever."""
+        try:
+            self._check_peers(announce)
+            self._match(announce.room, announce.decode_prefix_tokens, outlet)
+        except TransferError as error:
+            self.counters.failed(FailureKind.REJECTED if error.retriable else FailureKind.REFUSED)
+            raise
+
+    def _check_peers(self, announce: Announce) -> None:
+        mismatch = self._layout.mismatch(announce.layout)
+        if mismatch is not None:
+            peers = f"prefill worker {self._instance_id!r} (here) and decode worker {announce.receiver.address} (there)"
+            raise TransferError(f"{peers} do not fit: {mismatch}", retriable=False)
+        if announce.sender_instance_id != self._instance_id:
+            raise TransferError(f"worker was replaced: {announce.sender_instance_id!r} was meant, {self._instance_id!r} is here")
+        prefix = announce.decode_prefix_tokens
+        if prefix < 0 or prefix % self.page_size:
+            raise TransferError(f"decode_prefix_tokens {prefix} is no multiple of the page size {self.page_size}", retriable=False)
+
+    def _match(self, room: int, prefix_tokens: int, outlet: Outlet) -> None:
         with self._lock:
             if self._is_closed:
                 raise TransferError(f"room {room}: the sender is shutting down")
@@ -224,7 +249,7 @@ class SenderTable:
                 raise TransferError(f"room {room} was announced twice")
             sender = self._senders.get(room)
             if sender is not None:
-                self._announced.add(room)
+                self._announced[room] = outlet
             elif len(self._unclaimed) < self._limits.max_unclaimed_announcements:
                 self._unclaimed[room] = (prefix_tokens, outlet)
             else:
@@ -232,11 +257,13 @@ class SenderTable:
         if sender is not None:
             sender.bootstrap(prefix_tokens, outlet)
 
-    def withdraw(self, room: int, kind: FailureKind, message: str) -> None:
-        """The receiver is gone, or its announcement waited too long. An unknown room is none of our business."""
+    def withdraw(self, room: int, outlet: Outlet, kind: FailureKind, message: str) -> None:
+        """The receiver behind `outlet` is gone, or its announcement waited too long. An outlet that was never let in changes nothing."""
         with self._lock:
-            sender = self._senders.get(room)
-            if self._unclaimed.pop(room, None) is not None:
+            sender = self._senders.get(room) if self._announced.get(room) is outlet else None
+            waiting = self._unclaimed.get(room)
+            if waiting is not None and waiting[1] is outlet:
+                del self._unclaimed[room]
                 self._remember(room, message)
         if sender is not None:
             sender.end(kind, message)
@@ -246,7 +273,7 @@ class SenderTable:
         with self._lock:
             if sender.holds_nothing() and self._senders.get(sender.room) is sender:
                 del self._senders[sender.room]
-                self._announced.discard(sender.room)
+                self._announced.pop(sender.room, None)
                 self._remember(sender.room, sender.failure() or "everything was sent")
 
     def open_rooms(self) -> int:

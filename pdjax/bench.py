@@ -1,0 +1,188 @@
+"""`python -m pdjax.bench`: measure a server (`serve`) or the machine (`ceilings`)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pdjax.benchmarks import report, serve
+from pdjax.benchmarks.client import RequestFailed
+
+if TYPE_CHECKING:
+    from pdjax.benchmarks import ceilings
+
+SERVE_DESCRIPTION = """\
+Measure any OpenAI-compatible server over /v1/completions.
+
+For each prompt length, one warm-up request and then N measured ones are sent: random token ids, greedy, end of sequence ignored,
+streamed. All times are taken in this process:
+
+  TTFT        from before the connection is opened to the first token
+  ITL         between two tokens
+  hand-off    from the first token to the second: with prefill and decode apart, the KV moves in between
+  end to end  from before the connection is opened to the end of the stream
+  tok/s       prompt and output tokens of completed requests over the time all of them took
+
+Exit status: 0 when every request was answered in full, 1 when one was not, 2 on a bad command line."""
+
+SERVE_EPILOG = """\
+examples:
+  python -m pdjax.bench serve --url http://127.0.0.1:8000
+  python -m pdjax.bench serve --url http://127.0.0.1:8000 --lens 128,512,2048 --concurrency 4 --requests 32 --json out.json
+  python -m pdjax.bench serve --url http://127.0.0.1:8000 --lens 512 --shared-prefix 448   # prefix-cache hits"""
+
+CEILINGS_DESCRIPTION = """\
+Measure what this machine can do at best: a float32 matrix product of 2048 x 2048 and the bandwidth of reading 540 MB, once as a sum
+and once as a matrix-vector product, with JAX on its default device. Prints the least time that the quickstart model needs for 512
+prompt tokens and for one decode step. Nothing else should run on the machine meanwhile."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, report. Returns the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        settings = args.prepare(args)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        return args.run(args, settings)
+    except RequestFailed as error:
+        print(f"{parser.prog}: {args.url}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pdjax.bench", description="Measure a server or the machine that it runs on.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    _add_serve(commands)
+    _add_ceilings(commands)
+    return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="latency and throughput of an OpenAI-compatible server",
+        description=SERVE_DESCRIPTION,
+        epilog=SERVE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:8000")
+    parser.add_argument("--lens", type=_lengths, default=(128, 512), metavar="N,N,..", help="prompt lengths in tokens (default: 128,512)")
+    parser.add_argument("--out", type=int, default=32, metavar="N", help="output tokens of each request (default: 32)")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests in flight at a time (default: 1)")
+    parser.add_argument("--requests", type=int, metavar="N", help="measured requests a length (default: 8, or 4 x concurrency if more)")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="K", help="the first K tokens of all prompts are the same (default: 0)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of the prompts; the same seed against the same running server finds its prompts cached (default: a fresh one)",
+    )
+    parser.add_argument("--vocab", type=int, default=48000, metavar="N", help="prompt tokens are drawn from 100..N-1 (default: 48000)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds after which a request has failed (default: 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured, every request included, to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw latency over prompt length to FILE.png (needs pdjax[bench])")
+    parser.set_defaults(prepare=_prepare_serve, run=_run_serve)
+
+
+def _add_ceilings(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "ceilings",
+        help="matrix product and memory bandwidth of this machine",
+        description=CEILINGS_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each measurement (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.set_defaults(prepare=_prepare_ceilings, run=_run_ceilings)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"prompt lengths look like 128,512, got {text!r}") from None
+
+
+def _prepare_serve(args: argparse.Namespace) -> serve.ServeSettings:
+    """Check everything that can be checked before anything is sent. Raises ValueError."""
+    if args.plot is not None:
+        report.check_plotting()
+    _check_outputs(args.json, args.plot)
+    return serve.ServeSettings(
+        url=args.url,
+        lens=args.lens,
+        out=args.out,
+        concurrency=args.concurrency,
+        requests=max(8, 4 * args.concurrency) if args.requests is None else args.requests,
+        shared_prefix=args.shared_prefix,
+        seed=secrets.randbits(32) if args.seed is None else args.seed,
+        vocab=args.vocab,
+        timeout_s=args.timeout,
+    )
+
+
+def _run_serve(args: argparse.Namespace, settings: serve.ServeSettings) -> int:
+    measured = _measure_serve(settings)
+    report.print_serve(Console(), measured)
+    if args.json is not None:
+        report.write_json(args.json, measured)
+    if args.plot is not None:
+        report.plot_serve(args.plot, measured)
+    return 1 if any(result["errors"] for result in measured["results"]) else 0
+
+
+def _measure_serve(settings: serve.ServeSettings) -> dict[str, Any]:
+    """Run behind a progress bar. It is redrawn only when a request ends: a thread that redraws would disturb the times of the others."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("connecting", total=len(settings.lens) * (settings.requests + 1))
+
+        def on_request(prompt_tokens: int) -> None:
+            progress.update(task, advance=1, description=f"{prompt_tokens} prompt tokens", refresh=True)
+
+        return asyncio.run(serve.run(settings, on_request))
+
+
+def _prepare_ceilings(args: argparse.Namespace) -> ceilings.CeilingSettings:
+    from pdjax.benchmarks import ceilings  # brings in JAX, which `serve` does without
+
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    _check_outputs(args.json)
+    return ceilings.CeilingSettings(repeats=args.repeats)
+
+
+def _run_ceilings(args: argparse.Namespace, settings: ceilings.CeilingSettings) -> int:
+    from pdjax.benchmarks import ceilings
+
+    console = Console(stderr=True)
+    measured = ceilings.run(settings, lambda step: console.print(f"measuring: {step}"))
+    report.print_ceilings(Console(), measured)
+    if args.json is not None:
+        report.write_json(args.json, measured)
+    return 0
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            report.check_output_path(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""A router process: the HTTP surface, the membership server and the router between them, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from pdjax.api.app import create_app
+from pdjax.api.chat_template import ChatTemplate
+from pdjax.api.tokenizer import Tokenizer
+from pdjax.checkpoints import Checkpoint, open_checkpoint
+from pdjax.config.schema import Config, ServerConfig
+from pdjax.observe.progress import Progress
+from pdjax.observe.signals import stop_signals
+from pdjax.observe.router_metrics import RouterStats
+from pdjax.router.control import ControlServer
+from pdjax.router.fleet import Fleet
+from pdjax.router.grpc_client import GrpcWorkerClient
+from pdjax.router.roster import Roster
+from pdjax.router.router import ModelIdentity, Router
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1
+"""How long open HTTP answers may go on between the order to stop and being cut off."""
+
+KEEP_ALIVE_S = 75
+"""Longer than the keep-alive of common clients, so that a reused connection is rarely one that the server is just closing."""
+
+
+def run_router(config: Config, progress: Progress) -> int:
+    """Run the router until SIGTERM or SIGINT; the exit status. Main thread only.
+
+    Raises ValueError or OSError where the model's files or an address cannot be had.
+    """
+    listener = _listen(config.server)
+    try:
+        checkpoint = open_checkpoint(config.model.source)
+        progress.stage("load tokenizer", 0)
+        data = checkpoint.tokenizer_data()
+        tokenizer = Tokenizer(data)
+        template = ChatTemplate.from_data(data)
+        return asyncio.run(_serve(config, checkpoint, tokenizer, template, listener, progress))
+    finally:
+        listener.close()
+
+
+async def _serve(
+    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, template: ChatTemplate | None, listener: socket.socket, progress: Progress
+) -> int:
+    registry = CollectorRegistry()
+    fleet = Fleet(time.monotonic, config.router.heartbeat_timeout_s, config.router.stall_timeout_s)
+    roster = Roster(fleet, GrpcWorkerClient)
+    identity = ModelIdentity(config.model.name or checkpoint.name, checkpoint.shape.vocab_size, checkpoint.eos_token_ids)
+    router = Router(config.router, identity, roster, RouterStats(registry))
+    control = ControlServer(roster, config.router.control_host, config.router.control_port)
+    control_port = await control.start()
+    app = create_app(router, tokenizer, template, config.server, registry)
+    try:
+        server = _HttpServer(app, config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        host, port = listener.getsockname()[:2]
+        progress.ready(url=f"http://{host}:{port}", control=f"{config.router.control_host}:{control_port}")
+        await serving
+        return 0
+    finally:
+        await control.stop()
+        await roster.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to its caller."""
+
+    def __init__(self, app: FastAPI, config: Config):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                loop="none",
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_GRACE_S,
+            )
+        )
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def stop(self) -> None:
+        """A second order cuts open answers off at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    """Bind before anything is loaded. Raises OSError naming the address."""
+    listener = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {server.host}:{server.port}: {error.strerror}") from error
+    return listener

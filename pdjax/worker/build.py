@@ -1,0 +1,117 @@
+"""Puts a worker together from its configuration. Shared by worker processes and by the one-process Python API."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+
+from pdjax.checkpoints import Checkpoint
+from pdjax.config.schema import Config
+from pdjax.engine.compilation import Programs
+from pdjax.engine.engine import Engine
+from pdjax.observe.progress import Progress
+from pdjax.protocol import Layout, Peer, WorkerInfo
+from pdjax.scheduler.bootstrap import BootstrapQueue
+from pdjax.scheduler.decode import DecodeLimits, DecodeScheduler
+from pdjax.scheduler.memory import KVMemory
+from pdjax.scheduler.metadata import MetadataSlots
+from pdjax.scheduler.pages import PagePool
+from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdjax.scheduler.radix import NullCache, RadixCache
+from pdjax.scheduler.slots import SlotPool
+from pdjax.transfer.base import KVSink, KVSource, TransferLimits, Wake
+from pdjax.worker.decode import DecodeRole
+from pdjax.worker.prefill import PrefillRole
+
+logger = logging.getLogger(__name__)
+
+
+def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[str, np.ndarray]:
+    progress.stage("load", 0)
+    return checkpoint.load_weights(np.dtype(config.model.dtype), progress.advance)
+
+
+def load_engine(
+    checkpoint: Checkpoint, weights: dict[str, np.ndarray], config: Config, programs: Programs, device: jax.Device, progress: Progress
+) -> Engine:
+    """An engine whose every program is compiled."""
+    engine = Engine(checkpoint.shape, weights, config.engine, np.dtype(config.model.dtype), device)
+    progress.stage("compile", 0)
+    engine.warm_up(lambda done, total, name: progress.advance(done, total, name), programs)
+    return engine
+
+
+def layout_of(checkpoint: Checkpoint, config: Config) -> Layout:
+    shape = checkpoint.shape
+    return Layout(
+        model_fingerprint=checkpoint.fingerprint,
+        page_size=config.engine.page_size,
+        kv_dtype=config.model.dtype,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+
+
+def worker_info(checkpoint: Checkpoint, config: Config, role: str, peer: Peer) -> WorkerInfo:
+    pool_tokens = (config.engine.num_pages - 1) * config.engine.page_size
+    return WorkerInfo(
+        role=role,
+        peer=peer,
+        layout=layout_of(checkpoint, config),
+        model_name=config.model.name or checkpoint.name,
+        max_context_tokens=min(_max_context_tokens(checkpoint, config), pool_tokens + 1),
+        max_prompt_tokens=pool_tokens,
+        max_running=config.engine.max_running,
+    )
+
+
+def transfer_limits(config: Config) -> TransferLimits:
+    return TransferLimits(
+        max_chunks_in_flight=config.transfer.max_chunks_in_flight,
+        bootstrap_timeout_s=config.transfer.bootstrap_timeout_s,
+        stall_timeout_s=config.transfer.stall_timeout_s,
+    )
+
+
+def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source: KVSource, wake: Wake) -> PrefillRole:
+    metadata = _metadata_slots(config)
+    limits = PrefillLimits(
+        max_step_tokens=config.scheduler.max_step_tokens,
+        max_step_seqs=config.engine.max_prefill_seqs,
+        max_chunk_pages=config.engine.transfer_buckets[-1],
+        max_queue=config.worker.max_queue,
+        max_context_tokens=_max_context_tokens(checkpoint, config),
+    )
+    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size)
+    scheduler = PrefillScheduler(_memory(config), SlotPool(config.engine.max_running, "request"), metadata, bootstrap, limits)
+    return PrefillRole(engine, scheduler, source, wake)
+
+
+def build_decode(engine: Engine, checkpoint: Checkpoint, config: Config, sink: KVSink, wake: Wake) -> DecodeRole:
+    limits = DecodeLimits(
+        max_step_tokens=config.scheduler.max_step_tokens,
+        max_step_seqs=config.engine.max_prefill_seqs,
+        max_queue=config.worker.max_queue,
+        max_context_tokens=_max_context_tokens(checkpoint, config),
+        reserve_tokens=config.scheduler.decode_reserve_tokens,
+    )
+    slots = SlotPool(config.engine.max_running, "request")
+    scheduler = DecodeScheduler(_memory(config), slots, _metadata_slots(config), sink, limits)
+    return DecodeRole(engine, scheduler, sink, wake)
+
+
+def _memory(config: Config) -> KVMemory:
+    pool = PagePool(config.engine.num_pages)
+    page_size = config.engine.page_size
+    return KVMemory(pool, RadixCache(pool, page_size) if config.scheduler.prefix_cache else NullCache(), page_size)
+
+
+def _metadata_slots(config: Config) -> MetadataSlots:
+    return MetadataSlots(config.scheduler.metadata_slots or 2 * config.engine.max_running)
+
+
+def _max_context_tokens(checkpoint: Checkpoint, config: Config) -> int:
+    return min(config.model.max_context_tokens, checkpoint.shape.max_context_tokens)

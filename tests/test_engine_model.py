@@ -1,0 +1,98 @@
+"""The embedded model through the engine, and weights, caches and roles around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pdjax.checkpoints import open_checkpoint
+from pdjax.config.schema import EngineConfig
+from pdjax.engine.batch import DecodeSeq, PrefillSeq
+from pdjax.engine.engine import Engine
+from pdjax.engine.weights import place_weights
+from pdjax.models.shape import weight_specs
+from pdjax.protocol import Sampling
+from tests.engine_kit import SHAPE, random_weights
+
+CAPITAL_PROMPT = [
+    *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198),
+    *(1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198),
+]
+CAPITAL_ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]
+"""What transformers answers to "What is the capital of France?" under greedy decoding: "The capital of France is Paris."."""
+
+
+@pytest.mark.parametrize("chunks", [(37,), (16, 16, 5)])
+def test_the_embedded_model_answers_as_transformers_does(chunks: tuple[int, ...]) -> None:
+    checkpoint = open_checkpoint("embedded:smollm2-135m-instruct")
+    weights = checkpoint.load_weights(np.dtype(np.float32), lambda done, total: None)
+    config = EngineConfig(num_pages=16, prefill_buckets=(16, 64), decode_buckets=(1, 16))
+    engine = Engine(checkpoint.shape._replace(max_context_tokens=256), weights, config)
+    sampling, pages, start = Sampling(max_tokens=8, temperature=0.0), [7, 3, 9], 0
+    for length in chunks:
+        is_last = start + length == len(CAPITAL_PROMPT)
+        tokens = CAPITAL_PROMPT[start : start + length]
+        handle, start = engine.launch_prefill([PrefillSeq(0, tokens, start, pages, sampling, 0 if is_last else None)]), start + length
+    handles = [handle]
+    for index in range(1, len(CAPITAL_ANSWER)):
+        handles.append(engine.launch_decode([DecodeSeq(0, None, len(CAPITAL_PROMPT) + index - 1, pages, sampling, index)]))
+    assert [int(engine.read(step).tokens[0]) for step in handles] == CAPITAL_ANSWER
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    num_bytes = 4 * int(np.prod(shape))
+    raw = np.zeros(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(np.float32).reshape(shape)
+
+
+def test_weights_on_cpu_are_views_of_the_host_arrays() -> None:
+    shape = SHAPE._replace(embed_dim=16, ffn_dim=16)  # so that every layer's slice is a multiple of 64 bytes
+    weights = {path: aligned(spec.shape) for path, spec in weight_specs(shape).items()}
+    placed = place_weights(shape, weights, jnp.dtype(jnp.float32), jax.devices("cpu")[0], by_layer=True)
+    assert placed.ends["embed"].unsafe_buffer_pointer() == weights["embed"].ctypes.data
+    for name, stacked in placed.stacked.items():
+        host = weights[f"layers/{name}"]
+        assert stacked.unsafe_buffer_pointer() == host.ctypes.data
+        for layer, params in enumerate(placed.by_layer):
+            assert params[name].unsafe_buffer_pointer() == host[layer].ctypes.data, f"layer {layer} of {name} is a copy"
+
+
+def test_missing_and_unknown_weights_are_named() -> None:
+    weights = random_weights()
+    weights["layers/bias"] = weights.pop("layers/down")
+    with pytest.raises(ValueError, match=r"missing: \['layers/down'\], unknown: \['layers/bias'\]"):
+        place_weights(SHAPE, weights, jnp.dtype(jnp.float32), jax.devices()[0], by_layer=False)
+
+
+WARM_START = """
+import sys
+import jax
+from pdjax.engine.compilation import Programs, enable_compile_cache
+from tests.engine_kit import CONFIG, make_engine
+
+enable_compile_cache(sys.argv[1])
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+small = {"prefill_buckets": (4,), "decode_buckets": (1,), "max_running": 1, "transfer_buckets": (1,), "max_prefill_seqs": 1}
+make_engine(CONFIG.model_copy(update=small)).warm_up(lambda done, total, name: None)
+print(events.count("/jax/compilation_cache/cache_hits"), events.count("/jax/compilation_cache/cache_misses"))
+"""
+
+
+def test_a_second_start_finds_every_program_in_the_compile_cache(tmp_path: Path) -> None:
+    counts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", WARM_START, str(tmp_path / "cache")]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=True)
+        counts.append(tuple(int(number) for number in done.stdout.split()))
+    (hits, misses), warm = counts
+    assert hits == 0 and misses >= 8
+    assert warm == (misses, 0)
