@@ -97,9 +97,7 @@ def _scale(queries: jax.Array) -> jax.Array:
     return queries.astype(jnp.float32) * queries.shape[-1] ** -0.5
 
 
-def _attend_tiles(
-    queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tiles: _Tiles, tile_rows: int, kv_block: int
-) -> jax.Array:
+def _attend_tiles(queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tiles: _Tiles, tile_rows: int, kv_block: int) -> jax.Array:
     """Compute tile after tile. A tile may write garbage past its end: the next tile in row order overwrites it, or it is padding."""
     num_rows, num_heads, head_dim = queries.shape
     padded = jnp.pad(_scale(queries), ((0, tile_rows), (0, 0), (0, 0)))

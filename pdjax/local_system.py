@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import jax
+from jax.sharding import SingleDeviceSharding
 from prometheus_client import CollectorRegistry
 
 from pdjax.checkpoints import Checkpoint, open_checkpoint
@@ -23,10 +24,14 @@ from pdjax.router.client import WorkerClient
 from pdjax.router.fleet import Fleet
 from pdjax.router.roster import Roster
 from pdjax.router.router import ModelIdentity, Router
-from pdjax.transfer.device_put import DevicePutLink
+from pdjax.transfer.device_put import DevicePutMover
+from pdjax.transfer.in_process import InProcessSink, InProcessSource, Registry
+from pdjax.transfer.loopback import LoopbackMover
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
 from pdjax.worker.loop import EngineLoop
 from pdjax.worker.service import sequence_events
+
+_MOVERS = {"device_put": DevicePutMover, "loopback": LoopbackMover}
 
 PREFILL, DECODE = Peer("local:prefill", "local-prefill"), Peer("local:decode", "local-decode")
 
@@ -69,6 +74,8 @@ class LocalSystem:
     @classmethod
     def load(cls, config: Config, loop: asyncio.AbstractEventLoop, progress: Progress) -> LocalSystem:
         """Load the weights once and compile for both devices. Raises ValueError where the configuration names a device that is not there."""
+        if config.transfer.kind not in _MOVERS:
+            raise ValueError(f"transfer.kind {config.transfer.kind} moves KV between processes; one process takes {sorted(_MOVERS)}")
         checkpoint = open_checkpoint(config.model.source)
         prefill_device, decode_device = _devices(config.prefill.device, config.decode.device)
         if config.engine.compile_cache is not None:
@@ -76,7 +83,7 @@ class LocalSystem:
         weights = load_weights(checkpoint, config, progress)
         prefill_engine = load_engine(checkpoint, weights, config, PREFILL_WORKER, prefill_device, progress)
         decode_engine = load_engine(checkpoint, weights, config, DECODE_WORKER, decode_device, progress)
-        workers = _start_workers(config, checkpoint, prefill_engine, decode_engine, loop)
+        workers = _start_workers(config, checkpoint, prefill_engine, decode_engine, decode_device, loop)
         return cls(config, checkpoint, workers, CollectorRegistry())
 
     async def start(self) -> None:
@@ -106,11 +113,18 @@ class LocalSystem:
 
 
 def _start_workers(
-    config: Config, checkpoint: Checkpoint, prefill_engine: Engine, decode_engine: Engine, loop: asyncio.AbstractEventLoop
+    config: Config,
+    checkpoint: Checkpoint,
+    prefill_engine: Engine,
+    decode_engine: Engine,
+    decode_device: jax.Device,
+    loop: asyncio.AbstractEventLoop,
 ) -> list[_LocalWorker]:
     wake_prefill, wake_decode = threading.Event(), threading.Event()
-    link = DevicePutLink(layout_of(checkpoint, config), PREFILL, DECODE, decode_engine.put, transfer_limits(config))
-    source, sink = link.source(wake_prefill.set), link.sink(wake_decode.set)
+    layout, limits, registry = layout_of(checkpoint, config), transfer_limits(config), Registry()
+    mover = _MOVERS[config.transfer.kind](SingleDeviceSharding(decode_device))
+    source = InProcessSource(registry, layout, PREFILL, wake_prefill.set, limits)
+    sink = InProcessSink(registry, layout, DECODE, mover, wake_decode.set, limits)
     prefill = build_prefill(prefill_engine, checkpoint, config, source, wake_prefill.set)
     decode = build_decode(decode_engine, checkpoint, config, sink, wake_decode.set)
     workers = []

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pdjax.children import ChildSpec, adopt_parent
 from pdjax.config.load import ConfigError, describe_fields, dump_config, load_config
@@ -282,5 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_foreground(config, options.role)
 
 
+def _leave(status: int) -> NoReturn:
+    """End the process at once. What had to stop in order has stopped; taking the interpreter with JAX and a model apart would keep
+    the user waiting for seconds, to no effect."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -107,9 +107,7 @@ def generate(engine: Engine, slot: int, prompt: list[int], pages: list[int], num
     largest = engine.config.prefill_buckets[-1]
     chunks = [min(largest, len(prompt) - start) for start in range(0, len(prompt), largest)]
     tokens = [int(prefill_chunks(engine, slot, prompt, pages, chunks, sampling).tokens[0])]
-    handles = [
-        engine.launch_decode([DecodeSeq(slot, None, len(prompt) + i, pages, sampling, i + 1)]) for i in range(num_tokens - 1)
-    ]
+    handles = [engine.launch_decode([DecodeSeq(slot, None, len(prompt) + i, pages, sampling, i + 1)]) for i in range(num_tokens - 1)]
     return tokens + [int(engine.read(handle).tokens[0]) for handle in handles]
 
 

@@ -219,12 +219,14 @@ def test_steps_update_the_pool_in_place(engine: Engine) -> None:
         if key.name in ("prefill", "decode", "install"):
             memory = program.memory_analysis()
             assert memory.alias_size_in_bytes >= pool_bytes, f"{key} does not take the pool over"
-            assert memory.temp_size_in_bytes < pool_bytes / 2, f"{key} needs {memory.temp_size_in_bytes} bytes beside a pool of {pool_bytes}"
+            needed = memory.temp_size_in_bytes
+            assert needed < pool_bytes / 2, f"{key} needs {needed} bytes beside a pool of {pool_bytes}"
 
 
 def test_a_role_compiles_its_own_programs_only() -> None:
     names: list[str] = []
-    small = CONFIG.model_copy(update={"num_pages": 12, "prefill_buckets": (4,), "decode_buckets": (16,), "transfer_buckets": (1,), "max_prefill_seqs": 1})
+    buckets = {"prefill_buckets": (4,), "decode_buckets": (16,), "transfer_buckets": (1,)}
+    small = CONFIG.model_copy(update={"num_pages": 12, "max_prefill_seqs": 1, **buckets})
     prefill = make_engine(small)
     prefill.warm_up(lambda done, total, name: names.append(name), PREFILL_WORKER)
     assert set(names) == {"history[512]", "prefill[4]", "greedy[1]", "sample[1]", "sample_logprobs[1]", "gather[1]", ""}

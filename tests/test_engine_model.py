@@ -55,7 +55,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 def test_weights_on_cpu_are_views_of_the_host_arrays() -> None:
     shape = SHAPE._replace(embed_dim=16, ffn_dim=16)  # so that every layer's slice is a multiple of 64 bytes
     weights = {path: aligned(spec.shape) for path, spec in weight_specs(shape).items()}
-    placed = place_weights(shape, weights, jnp.dtype(jnp.float32), jax.devices("cpu")[0], by_layer=True)
+    placed = place_weights(shape, weights, jnp.dtype(jnp.float32), jax.sharding.SingleDeviceSharding(jax.devices()[0]), by_layer=True)
     assert placed.ends["embed"].unsafe_buffer_pointer() == weights["embed"].ctypes.data
     for name, stacked in placed.stacked.items():
         host = weights[f"layers/{name}"]
@@ -68,7 +68,7 @@ def test_missing_and_unknown_weights_are_named() -> None:
     weights = random_weights()
     weights["layers/bias"] = weights.pop("layers/down")
     with pytest.raises(ValueError, match=r"missing: \['layers/down'\], unknown: \['layers/bias'\]"):
-        place_weights(SHAPE, weights, jnp.dtype(jnp.float32), jax.devices()[0], by_layer=False)
+        place_weights(SHAPE, weights, jnp.dtype(jnp.float32), jax.sharding.SingleDeviceSharding(jax.devices()[0]), by_layer=False)
 
 
 WARM_START = """

@@ -11,7 +11,7 @@ import grpc.aio
 
 from pdjax.protocol import Event, Failed, Finished, Peer, Sampling, SequenceRequest, TokenOut, Tokens
 from pdjax.router.grpc_client import GrpcWorkerClient
-from pdjax.rpc import WORKER_SERVICE, decoder, encode
+from pdjax.rpc import SERVER_OPTIONS, WORKER_SERVICE, decoder, encode
 from tests.test_router_fakes import worker_info
 
 ROOM = (1 << 63) - 1
@@ -29,7 +29,7 @@ async def worker(
     servicer: Servicer, serialize: Callable[[object], bytes] = encode
 ) -> AsyncIterator[tuple[grpc.aio.Server, GrpcWorkerClient]]:
     """A server with `servicer` behind both methods, and a client of it."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     handler = grpc.unary_stream_rpc_method_handler(servicer, request_deserializer=decoder(SequenceRequest), response_serializer=serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(WORKER_SERVICE, {"Prefill": handler, "Decode": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -60,9 +60,9 @@ def many(logits: np.ndarray, count: int = 4096, history: History | None = None, 
     """How often each token comes when one seed draws for the indices 0 .. count."""
     rows = 512
     params = Sampling(**{"max_tokens": 9, "seed": 4711, **sampling})
-    tokens = [
-        token for first in range(0, count, rows) for token in draw(logits, [SamplerRow(slot, params, first + i) for i in range(rows)], history)
-    ]
+    tokens: list[int] = []
+    for first in range(0, count, rows):
+        tokens += draw(logits, [SamplerRow(slot, params, first + i) for i in range(rows)], history)
     return np.bincount(tokens, minlength=VOCAB)
 
 
@@ -73,7 +73,8 @@ def assert_distribution(counts: np.ndarray, probabilities: list[float]) -> None:
     is_possible = expected > 0
     assert expected[is_possible].min() >= 5, "too few draws for the test to say anything"
     statistic = float((((counts - expected) ** 2)[is_possible] / expected[is_possible]).sum())
-    assert statistic < CHI_SQUARE_1E_4[int(is_possible.sum()) - 1], f"chi-square {statistic}: {counts[is_possible]} against {expected[is_possible]}"
+    limit = CHI_SQUARE_1E_4[int(is_possible.sum()) - 1]
+    assert statistic < limit, f"chi-square {statistic}: {counts[is_possible]} against {expected[is_possible]}"
 
 
 HALVES = np.log([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16])
@@ -120,7 +121,9 @@ def test_logit_bias_shifts_before_everything_else() -> None:
     assert_distribution(many(np.log([0.5, 0.25, 0.25]), logit_bias={1: math.log(2), 2: -100.0}, top_k=2), [1 / 2, 1 / 2])
 
 
-@pytest.mark.parametrize("extreme", [{"top_p": 1e-9}, {"top_p": 0.0}, {"top_k": 1}, {"temperature": 1e-3}, {"min_p": 1.0}, {"top_k": 1, "temperature": 1e6}])
+@pytest.mark.parametrize(
+    "extreme", [{"top_p": 1e-9}, {"top_p": 0.0}, {"top_k": 1}, {"temperature": 1e-3}, {"min_p": 1.0}, {"top_k": 1, "temperature": 1e6}]
+)
 def test_extremes_leave_the_best_token(extreme: dict[str, float]) -> None:
     assert many([1.0, 1.2, 1.1], count=512, **extreme)[1] == 512
 
@@ -298,5 +301,12 @@ def test_only_what_argmax_answers_counts_as_plain_greedy() -> None:
     plain = Sampling(max_tokens=9, temperature=0.0, top_k=5, top_p=0.1, stop_token_ids=(1,), min_tokens=2)
     assert SamplerRow(0, plain, 2).is_plain_greedy
     assert not SamplerRow(0, plain, 1).is_plain_greedy
-    for changes in ({"temperature": 0.1}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"repetition_penalty": 0.9}, {"logprobs": 0}):
+    for changes in (
+        {"temperature": 0.1},
+        {"logit_bias": {1: 1.0}},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 0.9},
+        {"logprobs": 0},
+    ):
         assert not SamplerRow(0, Sampling(**{"max_tokens": 9, "temperature": 0.0, **changes}), 0).is_plain_greedy

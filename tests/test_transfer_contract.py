@@ -179,9 +179,12 @@ class GrpcRig(Rig):
         assert isinstance(self.source, GrpcSource) and isinstance(self.sink, GrpcSink)
         return self.source.counters.snapshot(), self.sink.counters.snapshot()
 
+    def stop_server(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(None), self.loop).result(WAIT_S)
+
     def close(self) -> None:
         super().close()
-        asyncio.run_coroutine_threadsafe(self._server.stop(None), self.loop).result(WAIT_S)
+        self.stop_server()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
         self.loop.close()

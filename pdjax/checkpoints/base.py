@@ -19,7 +19,8 @@ class TokenizerData(NamedTuple):
 
     `tokens`: the text of each id, in the byte-level alphabet of GPT-2 except for special and added tokens, which are plain text.
     `merges`: pairs of byte-pair encoding, best first, each "left right". `special_ids` and `added_ids` are recognised whole in text;
-    special ones are not shown in answers, added ones are. `pre_tokenizer` names how text is cut before the merges. `chat_template` is Jinja source.
+    special ones are not shown in answers, added ones are. `pre_tokenizer` names how text is cut before the merges.
+    `chat_template` is Jinja source.
     """
 
     tokens: tuple[str, ...]

@@ -160,8 +160,8 @@ class Engine:
             return self._programs[ProgramKey("gather", size)](self._state.pool, padded_pages(pages, size))
 
     def install(self, pages: list[int], kv: jax.Array | np.ndarray) -> None:
-        """Write the first `len(pages)` rows of a chunk to `pages`. An array from another device or with rows that are no bucket goes
-        through the host."""
+        """Write the first `len(pages)` rows of a chunk to `pages`. The caller gives `kv` away: a host array may still be read after this
+        returns. Rows that are no bucket's number are padded on the host, which waits for `kv`."""
         assert pages and len(kv) >= len(pages), f"{len(kv)} rows of KV for {len(pages)} pages"
         buckets = self.config.transfer_buckets
         if len(kv) not in buckets or len(kv) > buckets[-1]:
@@ -172,12 +172,12 @@ class Engine:
 
     def put(self, kv: np.ndarray) -> jax.Array:
         """Move a received chunk to the device. The caller gives `kv` away: the result may alias it."""
-        return jax.device_put(kv, self._library.placement)
+        return jax.device_put(kv, self._library.sharding)
 
     def _install_bucket(self, pages: list[int], kv: jax.Array | np.ndarray) -> None:
         size = len(kv) if len(kv) in self.config.transfer_buckets else _bucket(self.config.transfer_buckets, len(kv))
         with self._counter.attributed():
-            on_device = jax.device_put(kv if len(kv) == size else padded_rows(kv, size), self._library.placement)
+            on_device = jax.device_put(kv if len(kv) == size else padded_rows(kv, size), self._library.sharding)
             program = self._programs[ProgramKey("install", size)]
             self._state = replace(self._state, pool=program(self._state.pool, padded_pages(pages, size), on_device))
 

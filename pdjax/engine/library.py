@@ -17,7 +17,7 @@ from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
 from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, make_prefill, prefill_layout
-from pdjax.engine.weights import LayerParams, Placement, place_weights
+from pdjax.engine.weights import LayerParams, Placement, as_sharding, place_weights
 from pdjax.kernels.base import Attention
 from pdjax.kernels.dispatch import choose_attention
 from pdjax.models.llama import Llama, Params
@@ -43,11 +43,11 @@ class Library:
         placement: Placement,
         attention: Attention | None,
     ):
-        self.placement = placement
-        self._shape, self._config, self._dtype = shape, config, dtype
-        platform = _platform(placement)
+        self.sharding = as_sharding(placement)
+        self._config = config
+        platform = next(iter(self.sharding.device_set)).platform
         self._unrolled_max = _UNROLLED_DECODE_MAX_BATCH.get(platform, 0)
-        self.weights = place_weights(shape, weights, dtype, placement, by_layer=self._unrolled_max > 0)
+        self.weights = place_weights(shape, weights, dtype, self.sharding, by_layer=self._unrolled_max > 0)
         self.dims = StepDimensions(
             page_size=config.page_size,
             table_pages=min(-(-shape.max_context_tokens // config.page_size), config.num_pages),
@@ -65,14 +65,15 @@ class Library:
             {"slot": Field((1,)), "keep": Field((1,)), "prompt": Field((HISTORY_CHUNK_TOKENS,)), "output": Field((HISTORY_CHUNK_TOKENS,))}
         )
         self._model = Llama(shape, dtype)
+        self._make_state = partial(new_state, shape, config.num_pages, config.page_size, config.max_running, dtype)
+        self._state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), jax.eval_shape(self._make_state)
+        )
         self._attention = attention or choose_attention(platform, attention_override())
 
     def new_state(self) -> DeviceState:
         """A fresh pool, on the device."""
-        sharding = self.placement if isinstance(self.placement, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(self.placement)
-        config = self._config
-        make = partial(new_state, self._shape, config.num_pages, config.page_size, config.max_running, self._dtype)
-        return jax.jit(make, out_shardings=sharding)()
+        return jax.jit(self._make_state, out_shardings=self.sharding)()
 
     def decode_layers(self, size: int) -> LayerParams:
         """The form of the layers' weights that the decode program of this size takes."""
@@ -109,12 +110,12 @@ class Library:
 
     def _lower_prefill(self, size: int) -> jax.stages.Lowered:
         step = jax.jit(make_prefill(self._model, self._attention, self.dims, size), donate_argnums=2)
-        return step.lower(self.weights.ends, self.weights.stacked, self._state().pool, self.prefill_layouts[size].abstract())
+        return step.lower(self.weights.ends, self.weights.stacked, self._state.pool, self.prefill_layouts[size].abstract())
 
     def _lower_decode(self, size: int) -> jax.stages.Lowered:
         run_layers = self._model.unrolled if size <= self._unrolled_max else self._model.scanned
         step = jax.jit(make_decode(self._model, self._attention, self.dims, size, run_layers), donate_argnums=2)
-        state = self._state()
+        state = self._state
         return step.lower(self.weights.ends, self.decode_layers(size), state.pool, state.last_token, self.decode_layouts[size].abstract())
 
     def _lower_greedy(self, size: int) -> jax.stages.Lowered:
@@ -123,7 +124,7 @@ class Library:
             return last_token.at[slots].set(tokens), tokens
 
         slots = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return jax.jit(sample_greedily, donate_argnums=1).lower(self.weights.ends, self._state().last_token, self._hidden(size), slots)
+        return jax.jit(sample_greedily, donate_argnums=1).lower(self.weights.ends, self._state.last_token, self._hidden(size), slots)
 
     def _lower_sample(self, size: int) -> jax.stages.Lowered:
         def sample_tokens(logits: jax.Array, tokens: jax.Array) -> Sampled:
@@ -150,7 +151,7 @@ class Library:
             return last_token.at[params["slots"]].set(tokens), history, result(logits, tokens)
 
         sampler.__name__ = result.__name__
-        state = self._state()
+        state = self._state
         return jax.jit(sampler, donate_argnums=(1, 2)).lower(
             self.weights.ends, state.last_token, state.history, self._hidden(size), layout.abstract()
         )
@@ -160,27 +161,15 @@ class Library:
             host = self.history_layout.read(packed)
             return extend_history(history, host["slot"][0], host["keep"][0], host["prompt"], host["output"])
 
-        return jax.jit(history, donate_argnums=0).lower(self._state().history, self.history_layout.abstract())
+        return jax.jit(history, donate_argnums=0).lower(self._state.history, self.history_layout.abstract())
 
     def _lower_gather(self, size: int) -> jax.stages.Lowered:
-        return jax.jit(gather_pages).lower(self._state().pool, jax.ShapeDtypeStruct((size,), jnp.int32))
+        return jax.jit(gather_pages).lower(self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32))
 
     def _lower_install(self, size: int) -> jax.stages.Lowered:
-        pool = self._state().pool
+        pool = self._state.pool
         chunk = jax.ShapeDtypeStruct((size, pool.shape[0], *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
         return jax.jit(install_pages, donate_argnums=0).lower(pool, jax.ShapeDtypeStruct((size,), jnp.int32), chunk)
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, self._shape.embed_dim), self._dtype)
-
-    def _state(self) -> DeviceState:
-        """The state's shapes and where it lives."""
-        config = self._config
-        abstract = jax.eval_shape(partial(new_state, self._shape, config.num_pages, config.page_size, config.max_running, self._dtype))
-        sharding = self.placement if isinstance(self.placement, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(self.placement)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract)
-
-
-def _platform(placement: Placement) -> str:
-    device = next(iter(placement.device_set)) if isinstance(placement, jax.sharding.Sharding) else placement
-    return device.platform
+        return jax.ShapeDtypeStruct((size, self._model.shape.embed_dim), self._state.pool.dtype)

@@ -85,7 +85,10 @@ def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: Sequence[Decod
 
 
 def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden of the sampled rows, of the first one)."""
+    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden, first hidden).
+
+    Hidden states are those of the sampled rows, [max_prefill_seqs, E], and of the first of them alone, [1, E].
+    """
     layout = prefill_layout(dims, num_rows)
 
     def prefill(ends_params: Params, layers: Params, pool: jax.Array, packed: jax.Array) -> tuple[jax.Array, ...]:

@@ -30,19 +30,25 @@ class PlacedWeights(NamedTuple):
     by_layer: tuple[Params, ...]
 
 
-def place_weights(shape: ModelShape, weights: dict[str, np.ndarray], dtype: jnp.dtype, where: Placement, by_layer: bool) -> PlacedWeights:
+def as_sharding(placement: Placement) -> jax.sharding.Sharding:
+    return placement if isinstance(placement, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(placement)
+
+
+def place_weights(
+    shape: ModelShape, weights: dict[str, np.ndarray], dtype: jnp.dtype, where: jax.sharding.Sharding, by_layer: bool
+) -> PlacedWeights:
     """Put the weights, keyed by path, onto the device. `by_layer` also makes the per-layer arrays.
 
     Raises ValueError naming the weight where one is missing, unknown, or has another shape or dtype than the model.
     """
     _check(shape, weights, dtype)
     layered = {path.removeprefix(_LAYERS): array for path, array in weights.items() if path.startswith(_LAYERS)}
+    ends = {path: array for path, array in weights.items() if not path.startswith(_LAYERS)}
+    layers = range(shape.num_layers if by_layer else 0)
     return PlacedWeights(
-        ends={path: jax.device_put(array, where) for path, array in weights.items() if not path.startswith(_LAYERS)},
-        stacked={name: jax.device_put(array, where) for name, array in layered.items()},
-        by_layer=tuple(
-            {name: jax.device_put(array[layer], where) for name, array in layered.items()} for layer in range(shape.num_layers if by_layer else 0)
-        ),
+        ends=jax.device_put(ends, where),
+        stacked=jax.device_put(layered, where),
+        by_layer=tuple(jax.device_put({name: array[layer] for name, array in layered.items()}, where) for layer in layers),
     )
 
 

@@ -10,17 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import grpc
 import grpc.aio
 
-from pdjax.protocol import (
-    PROTOCOL_VERSION,
-    MembershipMessage,
-    RouterHello,
-    WorkerInfo,
-    WorkerLeaving,
-    WorkerLoad,
-)
+from pdjax.protocol import PROTOCOL_VERSION, MembershipMessage, RouterHello, WorkerInfo, WorkerLeaving, WorkerLoad
 from pdjax.router.fleet import Member
 from pdjax.router.roster import Roster
-from pdjax.rpc import CHANNEL_OPTIONS, JOIN, ROUTER_SERVICE, decoder, encode
+from pdjax.rpc import JOIN, ROUTER_SERVICE, SERVER_OPTIONS, decoder, encode
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +21,6 @@ STOP_GRACE_S = 0.2
 
 SILENT_PERIODS = 10
 """Heartbeat timeouts after which a silent stream is cut. Until then a worker that was only stopped may speak on over it."""
-
-SERVER_OPTIONS = CHANNEL_OPTIONS + [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
-"""Two routers on one port are a mistake that must show; workers may ping as often as they like."""
 
 
 class _Refuse(Exception):

@@ -15,8 +15,10 @@ from pdjax.rpc import CHANNEL_OPTIONS, DECODE, PREFILL, decoder, encode
 KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
-"""Finds a connection whose other end is unreachable, where nothing else does: heartbeats notice a dead worker earlier."""
+"""Finds a connection whose other end is unreachable, where nothing else does: heartbeats notice a dead worker earlier. Sequences may
+wait in silence, so pings need no data in between; worker servers allow that (`pdjax.rpc.SERVER_OPTIONS`)."""
 
 
 class GrpcWorkerClient(WorkerClient):
