@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -287,8 +288,9 @@ def _leave(status: int) -> NoReturn:
     """End the process at once. What had to stop in order has stopped; taking the interpreter with JAX and a model apart would keep
     the user waiting for seconds, to no effect."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # `--help-config | head`
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 

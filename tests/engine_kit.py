@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,8 +54,9 @@ def random_weights(shape: ModelShape = SHAPE, seed: int = 0) -> dict[str, np.nda
     return weights
 
 
-def make_engine(config: EngineConfig = CONFIG, shape: ModelShape = SHAPE) -> Engine:
-    return Engine(shape, random_weights(shape), config, jnp.float32, attention=XlaAttention(SMALL_BLOCKS))
+def make_engine(config: EngineConfig = CONFIG, shape: ModelShape = SHAPE, device_index: int = 0) -> Engine:
+    device = jax.devices()[device_index]
+    return Engine(shape, random_weights(shape), config, jnp.float32, device, XlaAttention(SMALL_BLOCKS))
 
 
 def greedy_with_logprobs(**changes: object) -> Sampling:

@@ -259,7 +259,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
 def test_impossible_steps_are_broken_invariants(engine: Engine) -> None:
     with pytest.raises(AssertionError, match="5 tokens do not fit into 1 pages"):
         engine.launch_prefill([PrefillSeq(0, [1] * 5, 0, [1], greedy, None)])
-    with pytest.raises(AssertionError, match="slot 16 outside 0..15"):
+    with pytest.raises(AssertionError, match=r"slot 16 outside 0\.\.15"):
         engine.launch_decode([DecodeSeq(16, None, 1, [1], greedy, 1)])
     with pytest.raises(AssertionError, match="33 is outside the buckets"):
         engine.launch_prefill([PrefillSeq(0, [1] * 33, 0, pages_of(0), greedy, None)])

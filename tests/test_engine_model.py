@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,32 @@ def test_a_second_start_finds_every_program_in_the_compile_cache(tmp_path: Path)
     (hits, misses), warm = counts
     assert hits == 0 and misses >= 8
     assert warm == (misses, 0)
+
+
+TWO_DEVICES = """
+import jax
+from pdjax.engine.batch import DecodeSeq
+from pdjax.protocol import Sampling
+from tests.engine_kit import CONFIG, generate, make_engine, prefill_chunks
+
+sampling, prompt, pages = Sampling(max_tokens=9, temperature=0.0), list(range(10)), [3, 1, 2, 4]
+prefill, decode = make_engine(device_index=0), make_engine(device_index=1)
+whole = generate(prefill, 0, prompt, pages, 6, sampling)
+prefill_chunks(prefill, 0, prompt, pages, [10], sampling)
+sent = prefill.gather(pages[:3])
+received = jax.device_put(sent, jax.devices()[1])
+assert received.devices() == {jax.devices()[1]}
+for chunk in (received, sent):
+    decode.install([9, 8, 7], chunk)
+    handles = [decode.launch_decode([DecodeSeq(0, whole[0] if i == 0 else None, 10 + i, [9, 8, 7, 6], sampling, i + 1)]) for i in range(5)]
+    assert whole[:1] + [int(decode.read(handle).tokens[0]) for handle in handles] == whole
+assert decode.gather([9]).devices() == {jax.devices()[1]}
+print("same")
+"""
+
+
+def test_prefill_and_decode_on_two_devices_of_one_process_agree() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command, root = [sys.executable, "-c", TWO_DEVICES], Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "same\n", done.stderr

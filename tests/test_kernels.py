@@ -22,7 +22,7 @@ from pdjax.kernels.xla import Tuning, XlaAttention
 LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 6, 2, 8
 TABLE_PAGES, ROWS, SEQS = 11, 32, 3
 TUNINGS = [Tuning(8, 8, 8), Tuning(5, 12, 4), Tuning(128, 256, 128), Tuning(1, 2, 1)]
-FLOAT32 = dict(rtol=2e-5, atol=2e-5)
+FLOAT32 = {"rtol": 2e-5, "atol": 2e-5}
 """Sums over 44 positions in another order: a few units in the last place."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -217,6 +217,26 @@ async def collect(parts: AsyncIterator[TokenOut | Finished]) -> tuple[list[int],
             assert part.index == len(tokens), (part, tokens)
             tokens.append(part.token)
     return tokens, finished[0]
+
+
+async def collect_rest(parts: AsyncIterator[TokenOut | Finished]) -> list[int]:
+    """The tokens still to come."""
+    return [part.token async for part in parts if isinstance(part, TokenOut)]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run a scenario with a bound, so that a hang is a failure."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def cut(steps: Plan, count: int, end: Step | None = None) -> Plan:
+    """A plan: the first `count` steps of `steps`, then `end` (default: the connection breaks)."""
+    return lambda request: steps(request)[:count] + [lost() if end is None else end]
 
 
 def test_the_fake_workers_compute_what_one_can_compute_by_hand() -> None:

@@ -151,7 +151,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 
 def test_min_tokens_bars_stop_tokens_until_enough_have_come() -> None:
-    stop = dict(min_tokens=3, stop_token_ids=(0, 2))
+    stop = {"min_tokens": 3, "stop_token_ids": (0, 2)}
     assert [one([5.0, 1.0, 4.0], index=index, **stop) for index in range(5)] == [1, 1, 1, 0, 0]
     assert one([5.0, 1.0, 4.0], index=0, logit_bias={0: 100.0}, **stop) == 1
 

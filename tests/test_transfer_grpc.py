@@ -134,7 +134,7 @@ def test_the_script_itself_is_right(rig: GrpcRig, host: Host) -> None:
         ([], "protocol", "the stream ended before its last frame"),
         ([head(), DATA], "protocol", "unexpected ChunkHead as the answer"),
         ([OK, Refused("late")], "protocol", "unexpected Refused between chunks"),
-        ([b"\xc1 not msgpack"], "protocol", "frame of 14 bytes is not a KVFrame"),
+        ([b"\xc1 not msgpack"], "protocol", "frame of 13 bytes is not a KVFrame"),
         ([OK, msgspec.msgpack.encode({"type": "head", "first_page": "one"})], "protocol", "is not a KVFrame"),
         ([Accepted("p-2")], "rejected", "worker was replaced: 'p-1' was asked, 'p-2' answered"),
         ([OK, Accepted("p-2")], "rejected", "worker was replaced"),
@@ -307,11 +307,13 @@ def test_a_held_back_room_lets_other_rooms_of_its_connection_pass(rig: GrpcRig) 
     np.testing.assert_array_equal(np.asarray(chunk.kv), rows)
 
 
-def test_a_held_back_receiver_notices_at_once_that_the_connection_broke(rig: GrpcRig) -> None:
-    _, receiver = held_back(rig)
+def test_a_held_back_receiver_notices_a_broken_connection_once_it_takes(rig: GrpcRig) -> None:
+    sender, receiver = held_back(rig)
     rig.stop_server()
-    rig.until(lambda: receiver.poll() is KVPoll.FAILED)
-    assert receiver.take() == [] and rig.counts()[1].failures == {"peer_gone": 1}
+    rig.until(lambda: sender.poll() is KVPoll.FAILED)
+    assert "went away" in str(sender.failure())
+    rig.drain(receiver)
+    assert receiver.poll() is KVPoll.FAILED and rig.counts()[1].failures == {"peer_gone": 1}
     rig.assert_nothing_open()
 
 

@@ -27,6 +27,7 @@ class Programs(enum.Flag):
     INSTALL = enum.auto()
 
 
+ALL_PROGRAMS = ~Programs(0)
 PREFILL_WORKER = Programs.PREFILL | Programs.GATHER
 DECODE_WORKER = Programs.PREFILL | Programs.DECODE | Programs.GATHER | Programs.INSTALL
 """A decode worker also computes prompts, when no prefill worker can."""

@@ -1,6 +1,6 @@
 """The engine: one model on one device, its KV pool, and the programs that run on them.
 
-Every method is called from the worker's engine loop only. Launching never waits for earlier steps; `read` and `StepHandle.is_ready`
+Every method is called from the worker's engine loop only, but for `read`, which another thread may wait in. Launching never waits for earlier steps; `read` and `StepHandle.is_ready`
 are how results come back. Programs run in the order in which they were launched, which is what makes `gather` safe: it is dispatched
 before the next step takes the pool over.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq, StepOutput
-from pdjax.engine.compilation import CompileCounter, ProgramKey, Programs, ProgramTable, Report
+from pdjax.engine.compilation import ALL_PROGRAMS, CompileCounter, ProgramKey, Programs, ProgramTable, Report
 from pdjax.engine.library import Library
 from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
@@ -69,7 +69,7 @@ class Engine:
             self._programs = ProgramTable(self._library.lowered())
             self._state = self._library.new_state()
 
-    def warm_up(self, report: Report, programs: Programs = ~Programs(0)) -> None:
+    def warm_up(self, report: Report, programs: Programs = ALL_PROGRAMS) -> None:
         """Compile every program of the groups `programs`, for every bucket. `report` hears of each."""
         with self._counter.attributed():
             self._programs.compile_all(self._library.keys(programs), report)

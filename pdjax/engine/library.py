@@ -11,7 +11,7 @@ import numpy as np
 
 from pdjax.config.environment import attention_override
 from pdjax.config.schema import EngineConfig
-from pdjax.engine.compilation import ProgramKey, Programs
+from pdjax.engine.compilation import ALL_PROGRAMS, ProgramKey, Programs
 from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
@@ -106,7 +106,7 @@ class Library:
             "gather": self._lower_gather,
             "install": self._lower_install,
         }
-        return {key: partial(makers[key.name], key.size) for key in self.keys(~Programs(0))}
+        return {key: partial(makers[key.name], key.size) for key in self.keys(ALL_PROGRAMS)}
 
     def _lower_prefill(self, size: int) -> jax.stages.Lowered:
         step = jax.jit(make_prefill(self._model, self._attention, self.dims, size), donate_argnums=2)

@@ -17,6 +17,7 @@ from pdjax.api.chat_template import ChatTemplate
 from pdjax.api.tokenizer import Tokenizer
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config, ServerConfig
+from pdjax.observe.fleet_metrics import FleetCollector, WorkerReport
 from pdjax.observe.progress import Progress
 from pdjax.observe.signals import stop_signals
 from pdjax.observe.router_metrics import RouterStats
@@ -60,6 +61,7 @@ async def _serve(
     roster = Roster(fleet, GrpcWorkerClient)
     identity = ModelIdentity(config.model.name or checkpoint.name, checkpoint.shape.vocab_size, checkpoint.eos_token_ids)
     router = Router(config.router, identity, roster, RouterStats(registry))
+    FleetCollector(registry, lambda: [WorkerReport(each.info.role, each.info.peer.address, each.load) for each in fleet.members()])
     control = ControlServer(roster, config.router.control_host, config.router.control_port)
     control_port = await control.start()
     app = create_app(router, tokenizer, template, config.server, registry)

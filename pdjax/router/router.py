@@ -147,6 +147,8 @@ class Router(Backend):
         until_s = self._roster.fleet.clock() + sequence.deadline_s - time.time()
         while (whole := sequence.complete()) is None:
             pair = await self._choose(sequence, until_s)
+            if sequence.last_kind is not None:
+                self._stats.retried(sequence.last_kind)
             requests = sequence.requests(pair, self._rng.getrandbits(ROOM_BITS))
             merge = Merge(len(sequence.tokens), sequence.sampling.max_tokens, has_prefill=pair.prefill is not None)
             async with Attempt(self._roster, pair, requests) as attempt:
@@ -214,7 +216,6 @@ class Router(Backend):
         if sequence.complete() is not None:
             return
         sequence.note_failure(pair, outcome)
-        self._stats.retried(outcome.failed.kind)
         if outcome.failed.kind != "over_capacity":
             await self._pause(sequence, self._backoff.pause_s(sequence.num_failed - 1, self._rng), until_s)
 

@@ -22,6 +22,7 @@ class Sequence:
     """Owned by one `Router.generate`.
 
     `tokens`: output tokens given to the client so far. `num_failed`: attempts that failed; `num_full`: those that found no room.
+    `last_kind`: the kind of the last failure, None before the first.
     """
 
     def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float, max_attempts: int):
@@ -35,7 +36,7 @@ class Sequence:
         self.num_failed = 0
         self.num_full = 0
         self.last_failure = ""
-        self._num_dispatched = 0
+        self.last_kind: str | None = None
         self._cached_tokens: int | None = None
 
     @property
@@ -48,14 +49,12 @@ class Sequence:
         return self.prompt + self.tokens
 
     def requests(self, pair: Pair, room: int) -> PairRequests:
-        """The next attempt, in `room`. Its id is new to the workers, where an earlier attempt may still be on its way out."""
-        self._num_dispatched += 1
+        """The next attempt, in `room`. The room tells it from an earlier one that may still be on its way out of a worker."""
         self.tried.fingerprint = pair.decode.info.layout.model_fingerprint
-        attempt = "" if self._num_dispatched == 1 else f"#{self._num_dispatched}"
 
         def request(prefill: bool) -> SequenceRequest:
             return SequenceRequest(
-                request_id=f"{self.request_id}{attempt}",
+                request_id=self.request_id,
                 room=room,
                 prompt=self.current_prompt(),
                 num_prior=len(self.tokens),
@@ -92,6 +91,7 @@ class Sequence:
         """
         failed, worker = broken.failed, pair.worker(broken.side)
         self.last_failure = f"{broken.side.value} worker {worker.info.peer.address} failed ({failed.kind}): {failed.message}"
+        self.last_kind = failed.kind
         if failed.kind == "over_capacity":
             self.num_full += 1
             self.tried.full.add(worker.instance_id)

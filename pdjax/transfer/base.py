@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 
 from pdjax.protocol import KVPoll, Layout, Peer
+from pdjax.transfer.rooms import Counters
 
 Wake = Callable[[], None]
 
@@ -66,7 +67,12 @@ class KVSender(abc.ABC):
 
 
 class KVSource(abc.ABC):
-    """Makes senders. An announcement that comes before its sender waits for it, in a bounded place and for a bounded time."""
+    """Makes senders. An announcement that comes before its sender waits for it, in a bounded place and for a bounded time.
+
+    `counters` may be read from any thread.
+    """
+
+    counters: Counters
 
     @abc.abstractmethod
     def create_sender(self, room: int) -> KVSender:
@@ -112,7 +118,9 @@ class KVReceiver(abc.ABC):
 
 
 class KVSink(abc.ABC):
-    """Makes receivers."""
+    """Makes receivers. `counters` may be read from any thread."""
+
+    counters: Counters
 
     @abc.abstractmethod
     def open(self, room: int, source: Peer, decode_prefix_tokens: int) -> KVReceiver:

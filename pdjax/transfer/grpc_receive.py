@@ -175,7 +175,7 @@ class RoomFetch(Intake):
     async def _read_chunk(self, call: grpc.aio.UnaryStreamCall, head: ChunkHead) -> None:
         if head.first_page != self._next_page:
             raise RoomFault(FailureKind.PROTOCOL, f"chunk starts at page {head.first_page}, page {self._next_page} was next")
-        await self._await_place(call)
+        await self._places.acquire()  # holds the link back, and no clock runs, until the engine has taken a chunk
         buffer = self._lander.buffer(head)
         while not buffer.is_full:
             frame = await self._next_frame(call)
@@ -186,22 +186,6 @@ class RoomFetch(Intake):
         self._next_page += head.num_pages
         self.receiver.deliver(chunk)
         self.receiver.counters.received(head.num_bytes)
-
-    async def _await_place(self, call: grpc.aio.UnaryStreamCall) -> None:
-        """Hold the link back until the engine has taken a chunk; notice meanwhile when the connection breaks."""
-        if not self._places.locked():
-            await self._places.acquire()
-            return
-        place = asyncio.ensure_future(self._places.acquire())
-        end = asyncio.ensure_future(call.code())
-        try:
-            await asyncio.wait({place, end}, return_when=asyncio.FIRST_COMPLETED)
-            if not place.done() and end.result() is not grpc.StatusCode.OK:
-                raise RoomFault(FailureKind.PEER_GONE, f"{end.result().name}: {await call.details()}")
-            await place
-        finally:
-            place.cancel()
-            end.cancel()
 
     async def _finish(self, call: grpc.aio.UnaryStreamCall, last: ChunkLast) -> None:
         num_pages = self._next_page - self._first_page

@@ -12,7 +12,8 @@ A first `SendFailed` turns away one room only (replaced worker, announced twice,
 
 Who owes what, and for how long:
 * Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times in that
-  time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no clock runs.
+  time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no clock runs; a
+  connection that breaks meanwhile is noticed with the next `take`.
 * Sender: a frame that is not accepted may mean a receiver that holds back on purpose, which is no fault. One that is stopped or unreachable
   is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for `bootstrap_timeout_s`
   fails the room. What gRPC has of that frame is let go when the stream ends.

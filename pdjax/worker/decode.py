@@ -46,6 +46,7 @@ class DecodeRole(Role):
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
+        counts = self._sink.counters.snapshot()
         return WorkerLoad(
             ready=True,
             waiting=scheduler.num_waiting,
@@ -58,6 +59,9 @@ class DecodeRole(Role):
                 "pages_cached": scheduler.memory.cache.num_pages,
                 "rooms_open": self._sink.open_rooms(),
                 "retractions": scheduler.num_retractions,
+                "kv_bytes_received": counts.bytes_received,
+                "kv_chunks_received": counts.chunks_received,
+                "kv_rooms_failed": sum(counts.failures.values()),
                 "compilations_after_warm_up": self._engine.compilations_after_warm_up(),
             },
         )

@@ -45,6 +45,7 @@ class PrefillRole(Role):
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
+        counts = self._source.counters.snapshot()
         return WorkerLoad(
             ready=True,
             waiting=scheduler.num_waiting,
@@ -56,6 +57,9 @@ class PrefillRole(Role):
                 "pages_private": scheduler.memory.num_private,
                 "pages_cached": scheduler.memory.cache.num_pages,
                 "rooms_open": self._source.open_rooms(),
+                "kv_bytes_sent": counts.bytes_sent,
+                "kv_chunks_sent": counts.chunks_sent,
+                "kv_rooms_failed": sum(counts.failures.values()),
                 "compilations_after_warm_up": self._engine.compilations_after_warm_up(),
             },
         )

@@ -1,0 +1,209 @@
+"""The gRPC transport between processes that are killed or stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import grpc.aio
+import jax
+import numpy as np
+import pytest
+
+from pdjax import rpc
+from pdjax.protocol import KVPoll, Layout, Peer
+from pdjax.transfer.base import KVReceiver, KVSender, TransferLimits
+from pdjax.transfer.grpc_receive import Landing
+from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
+
+pytestmark = pytest.mark.live
+
+LAYOUT = Layout(model_fingerprint="tiny", page_size=16, kv_dtype="float32", num_layers=8, num_kv_heads=2, head_dim=64)
+ROWS_SHAPE = (4, 8, 16, 4, 64)  # 512 KiB
+LIMITS = TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=1.0)
+PINGS = [*rpc.CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500), ("grpc.http2.max_pings_without_data", 0)]
+WAIT_S = 30.0
+
+
+class Side:
+    """An event loop in a thread, and a wake-up to wait on."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="side-loop")
+        self._thread.start()
+        self._server: grpc.aio.Server | None = None
+
+    def serve(self, source: GrpcSource) -> int:
+        return asyncio.run_coroutine_threadsafe(self._serve(source), self.loop).result(WAIT_S)
+
+    async def _serve(self, source: GrpcSource) -> int:
+        self._server = grpc.aio.server(options=PINGS)
+        self._server.add_generic_rpc_handlers([source.handler()])
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return port
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(int(WAIT_S / 0.02)):
+            if condition():
+                return
+            self.changed.wait(0.02)
+            self.changed.clear()
+        raise AssertionError("timed out")
+
+    def close(self) -> None:
+        if self._server is not None:
+            asyncio.run_coroutine_threadsafe(self._server.stop(None), self.loop).result(WAIT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
+
+
+def sink_of(side: Side) -> GrpcSink:
+    return GrpcSink(LAYOUT, Peer("decode:1", "d-1"), Landing(jax.device_put, (4,)), side.loop, side.changed.set, LIMITS)
+
+
+def prefill_process(pipe: Connection) -> None:
+    """Serves room 1: one chunk, then nothing more. Rooms 2 and 3 get a chunk and an end. Runs until it is killed."""
+    side = Side()
+    source = GrpcSource(LAYOUT, "p-1", side.changed.set, LIMITS)
+    pipe.send(side.serve(source))
+    senders = {room: source.create_sender(room) for room in (1, 2, 3)}
+    for room, sender in senders.items():
+        side.until(sender.can_send)
+        sender.send(0, 4, jax.numpy.ones(ROWS_SHAPE, "float32"))
+        if room != 1:
+            sender.finish(b"m")
+    threading.Event().wait()
+
+
+def decode_process(pipe: Connection) -> None:
+    """Fetches room 1, takes one chunk and then nothing more. Runs until it is killed."""
+    side = Side()
+    sink = sink_of(side)
+    receiver = sink.open(1, Peer(f"127.0.0.1:{pipe.recv()}", "p-1"), 0)
+    side.until(lambda: bool(receiver.take()))
+    pipe.send("taken")
+    threading.Event().wait()
+
+
+class Child:
+    def __init__(self, target: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(target=target, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(WAIT_S)
+        self._process.close()
+        self.pipe.close()
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    made = Side()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fetching(side: Side) -> Iterator[tuple[Child, Peer, GrpcSink, KVReceiver]]:
+    """A prefill process that has sent the first chunk of room 1."""
+    child, sink = Child(prefill_process), sink_of(side)
+    try:
+        assert child.pipe.poll(WAIT_S)
+        peer = Peer(f"127.0.0.1:{child.pipe.recv()}", "p-1")
+        receiver = sink.open(1, peer, 0)
+        side.until(lambda: bool(receiver.take()))
+        yield child, peer, sink, receiver
+    finally:
+        sink.close()
+        child.end()
+
+
+@pytest.fixture
+def sending(side: Side) -> Iterator[tuple[Child, GrpcSource, KVSender]]:
+    """A decode process that has taken the first chunk of room 1 and holds the link back."""
+    child, source = Child(decode_process), GrpcSource(LAYOUT, "p-1", side.changed.set, LIMITS)
+    try:
+        child.pipe.send(side.serve(source))
+        sender = source.create_sender(1)
+        rows = jax.device_put(np.ones(ROWS_SHAPE, np.float32))
+        num_sent = 0
+
+        def has_taken() -> bool:
+            nonlocal num_sent
+            if num_sent < 40 and sender.can_send():
+                sender.send(4 * num_sent, 4, rows)
+                num_sent += 1
+            return child.pipe.poll(0)
+
+        side.until(has_taken)
+        yield child, source, sender
+    finally:
+        child.end()
+        source.close()
+
+
+def test_a_killed_prefill_process_fails_its_rooms_at_once(fetching: tuple[Child, Peer, GrpcSink, KVReceiver], side: Side) -> None:
+    child, _, sink, receiver = fetching
+    child.signal(signal.SIGKILL)
+    side.until(lambda: receiver.poll() is KVPoll.FAILED)
+    assert sink.counters.snapshot().failures == {"peer_gone": 1}, "noticed by the broken connection, not by a deadline"
+    side.until(lambda: sink.open_rooms() == 0)
+
+
+def test_a_stopped_prefill_process_fails_its_rooms_after_the_stall_timeout_and_may_go_on_later(
+    fetching: tuple[Child, Peer, GrpcSink, KVReceiver], side: Side
+) -> None:
+    child, peer, sink, receiver = fetching
+    child.signal(signal.SIGSTOP)
+    side.until(lambda: receiver.poll() is KVPoll.FAILED)
+    assert "no sign of life" in str(receiver.failure())
+    child.signal(signal.SIGCONT)
+    later = sink.open(2, peer, 0)
+    side.until(lambda: later.poll() in (KVPoll.SUCCESS, KVPoll.FAILED))
+    assert later.poll() is KVPoll.SUCCESS, later.failure()
+    assert len(later.take()) == 1 and receiver.take() == []
+
+
+def test_a_killed_decode_process_fails_its_senders_at_once(sending: tuple[Child, GrpcSource, KVSender], side: Side) -> None:
+    child, source, sender = sending
+    assert sender.poll() is KVPoll.TRANSFERRING
+    child.signal(signal.SIGKILL)
+    side.until(lambda: sender.poll() is KVPoll.FAILED)
+    assert "went away" in str(sender.failure())
+    side.until(lambda: source.open_rooms() == 0)
+
+
+def test_a_stopped_decode_process_is_told_apart_from_one_that_holds_back(
+    sending: tuple[Child, GrpcSource, KVSender], side: Side
+) -> None:
+    child, source, sender = sending
+    looks = 0
+
+    def outlives_the_pings() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 100  # 2 s, twice what the pings allow
+
+    side.until(outlives_the_pings)
+    assert sender.poll() is KVPoll.TRANSFERRING, "it holds back, and its process answers"
+    child.signal(signal.SIGSTOP)
+    side.until(lambda: sender.poll() is KVPoll.FAILED)
+    assert "went away" in str(sender.failure())
+    side.until(lambda: source.open_rooms() == 0)
