@@ -150,7 +150,7 @@ def _attend_tile(
         positions = j * block + jnp.arange(block, dtype=jnp.int32)
         is_held = positions < end
         keys = kv[:, :, 0].transpose(1, 0, 2)
-        values = kv[:, :, 1].transpose(1, 0, 2)
+        values = jnp.where(is_held[None, :, None], kv[:, :, 1].transpose(1, 0, 2), 0.0)
         is_seen = (positions[None, :] <= row_positions[:, None]) & is_held[None, :]
         scores = jnp.einsum("kqd,ksd->kqs", query, keys).reshape(num_kv_heads, group, rows, block)
         scores = jnp.where(is_seen[None, None], scores, _MASKED).reshape(num_kv_heads, group * rows, block)
