@@ -104,7 +104,7 @@ class LocalSystem:
 
     def _beat(self) -> None:
         for instance_id, worker in self._workers.items():
-            self._roster.heartbeat(instance_id, worker.loop.role.load())
+            self._roster.heartbeat(instance_id, worker.loop.load())
 
     async def _keep_beating(self) -> None:
         while True:

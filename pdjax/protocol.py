@@ -106,12 +106,16 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """One output token. `index` counts from the start of the answer, over all attempts."""
+    """One output token. `index` counts from the start of the answer, over all attempts.
+
+    `cached_tokens`, with the first token of an attempt: prompt tokens that did not have to be computed.
+    """
 
     index: int
     token: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
+    cached_tokens: int | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

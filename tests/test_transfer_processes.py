@@ -27,7 +27,8 @@ pytestmark = pytest.mark.live
 LAYOUT = Layout(model_fingerprint="tiny", page_size=16, kv_dtype="float32", num_layers=8, num_kv_heads=2, head_dim=64)
 ROWS_SHAPE = (4, 8, 16, 4, 64)  # 512 KiB
 LIMITS = TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=1.0)
-PINGS = [*rpc.CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500), ("grpc.http2.max_pings_without_data", 0)]
+PINGS = [*rpc.SERVER_OPTIONS, ("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500), ("grpc.http2.ping_timeout_ms", 500)]
+"""The worker's server, impatient: of two options with one name gRPC takes the later."""
 WAIT_S = 30.0
 
 

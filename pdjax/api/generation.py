@@ -75,16 +75,19 @@ async def generate_text(backend: Backend, tokenizer: Tokenizer, request: TextReq
     text = TextStream(tokenizer, request.stop)
     stop_ids = frozenset(request.sampling.stop_token_ids)
     last: Delta | None = None
+    cached_tokens: int | None = None
     source = backend.generate(request.request_id, request.prompt, request.sampling, request.deadline_s)
     async with aclosing(source) as events:
         async for event in events:
             if isinstance(event, Finished):
                 last = Delta(text.finish(), finish=_finish(event, request))
                 break
+            if event.index == 0:
+                cached_tokens = event.cached_tokens
             offset = text.num_chars
             piece = "" if event.token in stop_ids else text.push(event.token)
             if text.stopped is not None:
-                last = Delta(piece, event, offset, Finish("stop", text.stopped, None))
+                last = Delta(piece, event, offset, Finish("stop", text.stopped, cached_tokens))
                 break
             yield Delta(piece, event, offset)
     if last is None:

@@ -26,7 +26,7 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body that is read")
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, from its arrival to its last token")
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a chat request that names none (completions: 16, as OpenAI)")
-    max_choices: int = Field(16, ge=1, description="largest `n`")
+    max_choices: int = Field(16, ge=1, description="answers that one request may ask for: its prompts times `n`")
 
 
 class RouterConfig(Section):
@@ -38,7 +38,7 @@ class RouterConfig(Section):
     stall_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="silence of the workers of a dispatched sequence after which it is tried again elsewhere, once they miss heartbeats",
+        description="how long a sequence may hear nothing from a worker that has left in order before it is tried elsewhere",
     )
 
 

@@ -1,8 +1,8 @@
 """The engine: one model on one device, its KV pool, and the programs that run on them.
 
-Every method is called from the worker's engine loop only, but for `read`, which another thread may wait in. Launching never waits for earlier steps; `read` and `StepHandle.is_ready`
-are how results come back. Programs run in the order in which they were launched, which is what makes `gather` safe: it is dispatched
-before the next step takes the pool over.
+Every method is called from the worker's engine loop only, but for `read`, which another thread may wait in. Launching never waits
+for earlier steps; `read` and `StepHandle.is_ready` are how results come back. Programs run in the order in which they were launched,
+which is what makes `gather` safe: it is dispatched before the next step takes the pool over.
 """
 
 from __future__ import annotations

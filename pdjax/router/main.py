@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 1
 """How long open HTTP answers may go on between the order to stop and being cut off."""
 
+MAX_CONNECTIONS = 8192
+"""Open HTTP connections, far above any load that the router admits; it keeps file descriptors and memory bounded."""
+
 KEEP_ALIVE_S = 75
 """Longer than the keep-alive of common clients, so that a reused connection is rarely one that the server is just closing."""
 
@@ -91,6 +94,7 @@ class _HttpServer(uvicorn.Server):
                 loop="none",
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_S,
+                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=STOP_GRACE_S,
             )
         )

@@ -45,6 +45,7 @@ from pdjax.transfer.sender import RoomSender, SenderTable
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
+_CANCEL_S = 1.0
 
 
 class GrpcSource(KVSource):
@@ -107,9 +108,12 @@ class GrpcSource(KVSource):
             sender = await self._await_sender(room, outlet, write)
             if sender is not None:
                 await RoomStream(outlet, write, self._copier, self._instance_id, self._limits).run(sender)
-        except (asyncio.CancelledError, grpc.aio.BaseError):
+        except asyncio.CancelledError:
             self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away")
             raise
+        except grpc.aio.BaseError as error:  # a frame could not be written; gRPC cancels this call as soon as it knows why
+            self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away: {error}")
+            await asyncio.sleep(_CANCEL_S)
         except Exception as error:  # one room's array is bad, or this module is: that room ends, the server goes on
             log.exception("sending room %d failed", room)
             self._table.withdraw(room, outlet, FailureKind.DEVICE, f"room {room}: {error}")

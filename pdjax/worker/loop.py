@@ -10,11 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pdjax.protocol import Failed, Finished, SequenceRequest
+import msgspec
+
+from pdjax.protocol import Failed, Finished, SequenceRequest, WorkerLoad
 from pdjax.worker.role import Role
 from pdjax.worker.streams import Delivery, EventStream, Outbox
 
 logger = logging.getLogger(__name__)
+
+STUCK_S = 10.0
+"""A turn takes milliseconds; one that takes this long will not end."""
 
 IDLE_TURN_S = 0.25
 """Longest pause between two turns: deadlines of transfers are looked at by polling, and invariants are checked."""
@@ -44,6 +49,7 @@ class EngineLoop:
         self._mailbox: deque[_Submit | _Abort] = deque()
         self._streams: dict[str, EventStream] = {}
         self._is_stopping = False
+        self._last_turn_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -57,6 +63,12 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         self._mailbox.append(_Abort(request_id))
         self._wakeup.set()
+
+    def load(self) -> WorkerLoad:
+        """For heartbeats. A loop that has stopped turning is not ready, whatever the role says; any thread may call this."""
+        load = self.role.load()
+        is_turning = self._thread.is_alive() and time.monotonic() - self._last_turn_s < STUCK_S
+        return load if is_turning else msgspec.structs.replace(load, ready=False)
 
     def stop(self) -> None:
         """Fail what is open, then end the thread and the role's own. Blocks until that is done."""
@@ -72,6 +84,7 @@ class EngineLoop:
                 self._wakeup.clear()
                 self._receive()
                 self.role.turn(time.time())
+                self._last_turn_s = time.monotonic()
                 self._deliver()
             self._fail_all("the worker stops")
         except Exception as error:

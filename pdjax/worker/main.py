@@ -71,7 +71,7 @@ async def _serve(config: Config, role: str, checkpoint: Checkpoint, engine: Engi
     server.add_generic_rpc_handlers((sequence_handler(parts.method, loop), *parts.handlers))
     await server.start()
     router = config.worker.router or f"{config.router.control_host}:{config.router.control_port}"
-    link = RouterLink(router, worker_info(checkpoint, config, role, peer), parts.role.load, config.worker.heartbeat_interval_s)
+    link = RouterLink(router, worker_info(checkpoint, config, role, peer), loop.load, config.worker.heartbeat_interval_s)
     link.start()
     progress.ready(address=peer.address)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdjax.engine.batch import PrefillSeq, StepOutput
 from pdjax.engine.engine import Engine
 from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
@@ -104,7 +106,8 @@ def sampled(part: PrefillPart, output: StepOutput, row: int) -> TokenOut | None:
     answer = part.seq.answer
     if not part.is_last:
         return None
-    return token_out(output, row, answer.index_at(part.end), answer.request.sampling)
+    token = token_out(output, row, answer.index_at(part.end), answer.request.sampling)
+    return msgspec.structs.replace(token, cached_tokens=part.seq.num_cached)
 
 
 def start_history(engine: Engine, part: PrefillPart) -> None:
