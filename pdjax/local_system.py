@@ -73,7 +73,7 @@ class LocalSystem:
 
     @classmethod
     def load(cls, config: Config, loop: asyncio.AbstractEventLoop, progress: Progress) -> LocalSystem:
-        """Load the weights once and compile for both devices. Raises ValueError where the configuration names a device that is not there."""
+        """Load the weights once and compile for both devices. Raises ValueError where the configuration asks for what is not there."""
         if config.transfer.kind not in _MOVERS:
             raise ValueError(f"transfer.kind {config.transfer.kind} moves KV between processes; one process takes {sorted(_MOVERS)}")
         checkpoint = open_checkpoint(config.model.source)

@@ -1,4 +1,4 @@
-"""gRPC without generated code: method names, and msgspec as the serializer. Nothing is unpickled; a message of the wrong form is refused."""
+"""gRPC without generated code: method names, and msgspec as the serializer. Nothing is unpickled; malformed messages are refused."""
 
 from __future__ import annotations
 

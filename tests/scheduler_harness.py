@@ -234,7 +234,18 @@ class Cluster:
     """One prefill and one decode worker. `results` collects, per request, tokens by index and how it ended on each side."""
 
     def __init__(
-        self, *, page_size=4, prefill_pages=64, decode_pages=64, slots=8, metadata=8, step_tokens=16, window=2, max_delay=0, seed=0, reserve=4
+        self,
+        *,
+        page_size=4,
+        prefill_pages=64,
+        decode_pages=64,
+        slots=8,
+        metadata=8,
+        step_tokens=16,
+        window=2,
+        max_delay=0,
+        seed=0,
+        reserve=4,
     ):
         self.now = 0.0
         self.link = FakeLink(seed, max_delay, window)
@@ -250,9 +261,8 @@ class Cluster:
             BootstrapQueue(self.link, prefill_metadata, page_size),
             PrefillLimits(step_tokens, 4, 3, 1000, 10_000),
         )
-        self.decode = DecodeScheduler(
-            decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, DecodeLimits(step_tokens, 4, 1000, 10_000, reserve)
-        )
+        limits = DecodeLimits(step_tokens, 4, 1000, 10_000, reserve)
+        self.decode = DecodeScheduler(decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, limits)
         self.tokens: dict[str, dict[int, int]] = {}
         self.ends: dict[tuple[str, str], object] = {}
         self.turn_is_prefill = True
@@ -287,9 +297,9 @@ class Cluster:
     def run(self, limit=2000):
         for _ in range(limit):
             self.tick()
-            if not (self.prefill.num_waiting or self.prefill.num_running or self.decode.num_waiting or self.decode.num_running):
-                if not self.p.in_flight and not self.d.in_flight:
-                    return
+            held = sum(scheduler.num_waiting + scheduler.num_running for scheduler in (self.prefill, self.decode))
+            if not held and not self.p.in_flight and not self.d.in_flight:
+                return
         raise AssertionError(f"still busy after {limit} ticks")
 
     def answer(self, name) -> list[int]:

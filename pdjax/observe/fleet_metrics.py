@@ -33,6 +33,6 @@ class FleetCollector(Collector):
             figures = {"waiting": load.waiting, "running": load.running, "free_pages": load.free_pages, **load.gauges}
             for name, value in figures.items():
                 if name not in families:
-                    families[name] = GaugeMetricFamily(f"pdjax_worker_{name}", f"{name} as the worker reports it", labels=("role", "worker"))
+                    families[name] = GaugeMetricFamily(f"pdjax_worker_{name}", "as the worker reports it", labels=("role", "worker"))
                 families[name].add_metric((role, address), value)
         yield from families.values()

@@ -19,8 +19,8 @@ from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config, ServerConfig
 from pdjax.observe.fleet_metrics import FleetCollector, WorkerReport
 from pdjax.observe.progress import Progress
-from pdjax.observe.signals import stop_signals
 from pdjax.observe.router_metrics import RouterStats
+from pdjax.observe.signals import stop_signals
 from pdjax.router.control import ControlServer
 from pdjax.router.fleet import Fleet
 from pdjax.router.grpc_client import GrpcWorkerClient

@@ -7,42 +7,18 @@ before new ones, and while one of them waits nothing new is admitted.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from pdjax.protocol import KVPoll, Peer, SequenceRequest, TokenOut, Tokens
+from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
 from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
 from pdjax.scheduler.deadlines import Deadlines
+from pdjax.scheduler.decode_states import DecodePart, InstallOrder, Receiving, Running, Sink, WaitingLine, received_row
 from pdjax.scheduler.memory import KVMemory, Lease
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.sequence import Answer, answer_end, longest_tokens, refuse_reason
 from pdjax.scheduler.slots import SlotPool
-
-
-class Chunk(Protocol):
-    first_page: int
-    num_pages: int
-    kv: object
-
-
-class Receiver(Protocol):
-    """The part of a transport's receiver that the scheduler uses; `pdjax.transfer.base.KVReceiver` says what each does."""
-
-    def poll(self) -> KVPoll: ...
-    def take(self) -> Sequence[Chunk]: ...
-    def metadata(self) -> bytes: ...
-    def abort(self) -> None: ...
-    def failure(self) -> str | None: ...
-    def is_refused(self) -> bool: ...
-
-
-class Sink(Protocol):
-    """Where receivers come from; `pdjax.transfer.base.KVSink`."""
-
-    def open(self, room: int, source: Peer, decode_prefix_tokens: int) -> Receiver: ...
 
 
 class DecodeLimits(NamedTuple):
@@ -55,68 +31,6 @@ class DecodeLimits(NamedTuple):
     reserve_tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class Receiving:
-    """Owns a request slot, a metadata slot, a lease for the prompt and the reserve, and its receiver.
-
-    `num_pages`: the prompt's first pages that are in the pool, those of decode's own cache included. `state`: the room's, as it was
-    before the last chunks were taken, so that SUCCESS means that nothing is left to install.
-    """
-
-    answer: Answer
-    receiver: Receiver
-    slot: int
-    metadata_slot: int
-    lease: Lease
-    num_pages: int
-    state: KVPoll = KVPoll.BOOTSTRAPPING
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """Owns a request slot and a lease.
-
-    `position`: where the next step writes KV; the tokens before it are in the pool or in flight. `next_token`: the token at `position`
-    where the host knows it and the device does not (right after a transfer); None: the device has it from its previous step.
-    `admitted`: rises with each admission; under page pressure the youngest is retracted. `is_dropped`: see `Computing`.
-    """
-
-    answer: Answer
-    slot: int
-    lease: Lease
-    position: int
-    next_token: int | None
-    num_cached: int
-    admitted: int
-    is_dropped: bool = False
-
-    @property
-    def next_index(self) -> int:
-        """Index in the answer of the token that the next step samples."""
-        return self.answer.index_at(self.position + 1)
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether the steps in flight reach the answer's last token."""
-        return self.next_index >= self.answer.request.sampling.max_tokens
-
-
-class InstallOrder(NamedTuple):
-    """Write `kv`, as it came out of the transport, to `pages` of the pool now."""
-
-    pages: list[int]
-    kv: object
-
-
-class DecodePart(NamedTuple):
-    """One sequence's share of a decode step, as it was when the step was launched."""
-
-    seq: Running
-    token: int | None
-    position: int
-    index: int
-
-
 class DecodeScheduler:
     """For the engine loop only. `next_prefill` and `next_decode` commit what they give out: the caller launches it at once, in order."""
 
@@ -126,8 +40,7 @@ class DecodeScheduler:
         self.metadata = metadata
         self.sink = sink
         self.limits = limits
-        self._queued: deque[Answer] = deque()
-        self._retracted: deque[Answer] = deque()
+        self._line = WaitingLine()
         self._receiving: dict[str, Receiving] = {}
         self._computing: dict[str, Computing] = {}
         self._running: dict[str, Running] = {}
@@ -138,7 +51,7 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queued) + len(self._retracted)
+        return len(self._line)
 
     @property
     def num_running(self) -> int:
@@ -161,7 +74,7 @@ class DecodeScheduler:
             message = f"{self.num_waiting} requests wait already, the limit is {self.limits.max_queue}"
             return self._outcomes.fail(request.request_id, "over_capacity", message, retriable=True)
         self._deadlines.add(request.request_id, request.deadline_s)
-        self._queued.append(Answer.start(request))
+        self._line.add(Answer.start(request))
 
     def abort(self, request_id: str, kind: str = "aborted", message: str = "aborted by the client") -> None:
         """End the request wherever it is and free what it holds; no effect on one that has ended."""
@@ -171,7 +84,7 @@ class DecodeScheduler:
             self._free_computing(self._computing[request_id])
         elif request_id in self._receiving:
             self._free_receiving(self._receiving[request_id])
-        elif not self._unqueue(request_id):
+        elif not self._line.remove(request_id):
             return
         self._deadlines.remove(request_id)
         self._outcomes.fail(request_id, kind, message, retriable=kind not in ("aborted", "deadline", "rejected"))
@@ -237,13 +150,12 @@ class DecodeScheduler:
 
     def _admit(self) -> bool:
         """Admit the head of the line; False where nobody waits or it has to wait on."""
-        line = self._retracted or self._queued
-        if not line or self.slots.num_free == 0:
+        answer = self._line.head()
+        if answer is None or self.slots.num_free == 0:
             return False
-        answer = line[0]
-        is_admitted = self._admit_local(answer) if line is self._retracted or answer.request.prefill is None else self._admit_remote(answer)
+        is_admitted = self._admit_remote(answer) if self._line.is_remote(answer) else self._admit_local(answer)
         if is_admitted:
-            line.popleft()
+            self._line.pop()
         return is_admitted
 
     def _reserve(self, answer: Answer, max_prefix_tokens: int) -> Lease | None:
@@ -285,15 +197,10 @@ class DecodeScheduler:
             self._fail_transfer(entry, entry.receiver.failure() or "transfer failed")
         if entry.state != KVPoll.SUCCESS:
             return None
-        expected = self.memory.pages_for(len(entry.answer.tokens))
-        if entry.num_pages != expected:
-            return self._fail_transfer(entry, f"{entry.num_pages} pages arrived of {expected}")
         try:
-            row = MetadataRow.from_bytes(entry.receiver.metadata()).for_room(entry.answer.request.room)
+            row = received_row(entry, self.memory.pages_for(len(entry.answer.tokens)))
         except ValueError as error:
             return self._fail_transfer(entry, str(error))
-        if row.step != entry.answer.next_index:
-            return self._fail_transfer(entry, f"first token has index {row.step}, expected {entry.answer.next_index}")
         return self._start_received(entry, row)
 
     def _fail_transfer(self, entry: Receiving, message: str) -> None:
@@ -347,7 +254,7 @@ class DecodeScheduler:
         self.memory.publish(seq.lease, seq.answer.tokens[:num_computed])
         self._free_running(seq)
         self.num_retractions += 1
-        self._retracted.appendleft(Answer(seq.answer.request, seq.answer.tokens))
+        self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))
 
     def _take_token(self, seq: Running, token: TokenOut) -> None:
         answer = seq.answer
@@ -384,11 +291,3 @@ class DecodeScheduler:
         self.metadata.free(entry.metadata_slot)
         self.memory.release(entry.lease)
         self.slots.free(entry.slot)
-
-    def _unqueue(self, request_id: str) -> bool:
-        for line in (self._retracted, self._queued):
-            for answer in line:
-                if answer.request_id == request_id:
-                    line.remove(answer)
-                    return True
-        return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pdjax.engine.batch import DecodeSeq, StepOutput
 from pdjax.engine.engine import Engine
 from pdjax.protocol import SequenceRequest, WorkerLoad
-from pdjax.scheduler.decode import DecodePart, DecodeScheduler, Running
+from pdjax.scheduler.decode import DecodeScheduler
+from pdjax.scheduler.decode_states import DecodePart, Running
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.transfer.base import KVSink, Wake
 from pdjax.worker.prefill import prefill_seq, sampled, start_history

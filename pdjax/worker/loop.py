@@ -40,7 +40,9 @@ class EngineLoop:
     Dies in order: whatever the role raises fails every open request, then `on_death` is called once, from the loop's thread.
     """
 
-    def __init__(self, role: Role, wakeup: threading.Event, loop: asyncio.AbstractEventLoop, name: str, on_death: Callable[[Exception], None]):
+    def __init__(
+        self, role: Role, wakeup: threading.Event, loop: asyncio.AbstractEventLoop, name: str, on_death: Callable[[Exception], None]
+    ):
         self.role = role
         self._wakeup = wakeup
         self._outbox = Outbox(loop)

@@ -74,7 +74,7 @@ class PrefillRole(Role):
         self._source.close()
 
     def _launch(self, parts: list[PrefillPart]) -> None:
-        """Dispatch one step. Gathers for pages that it computes are dispatched after it and before the next step, which donates the pool."""
+        """Dispatch one step. Gathers of what it computes are dispatched after it and before the next step, which donates the pool."""
         for part in parts:
             start_history(self._engine, part)
         handle = self._engine.launch_prefill([prefill_seq(part) for part in parts])

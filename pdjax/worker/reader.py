@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pdjax.engine.batch import StepOutput
 from pdjax.engine.engine import StepHandle
 from pdjax.scheduler.chunks import PrefillPart
-from pdjax.scheduler.decode import DecodePart
+from pdjax.scheduler.decode_states import DecodePart
 from pdjax.transfer.base import Wake
 
 
