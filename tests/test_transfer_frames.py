@@ -54,7 +54,9 @@ def test_checksums_are_the_published_xxh3_64() -> None:
     kv_dtype=st.sampled_from(["float32", "bfloat16"]),
     seed=st.integers(0, 1000),
 )
-def test_a_chunk_comes_back_bit_by_bit_padded_with_zeros(num_pages: int, num_padding: int, frame_bytes: int, kv_dtype: str, seed: int) -> None:
+def test_a_chunk_comes_back_bit_by_bit_padded_with_zeros(
+    num_pages: int, num_padding: int, frame_bytes: int, kv_dtype: str, seed: int
+) -> None:
     page = PageForm.of(layout(kv_dtype))
     bits = np.random.default_rng(seed).integers(0, 256, (num_pages + num_padding) * page.num_bytes, np.uint8)
     rows = bits.view(page.dtype).reshape(-1, *page.shape)  # any bits at all, NaNs included

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from pdjax.protocol import KVPoll, Layout, Peer
 from pdjax.transfer.base import TransferLimits
@@ -96,7 +97,7 @@ def test_a_receiver_that_takes_its_time_does_not_fail_the_sender() -> None:
     clock, registry = Clock(), Registry()
     source = InProcessSource(registry, LAYOUT, PREFILL, lambda: None, LIMITS, clock)
     arrived = threading.Event()
-    mover = LoopbackMover(jax.device_put)
+    mover = LoopbackMover(SingleDeviceSharding(jax.devices()[0]))
     sink = InProcessSink(registry, LAYOUT, DECODE, mover, arrived.set, LIMITS, clock)
     sender, receiver = source.create_sender(1), sink.open(1, PREFILL, 0)
     arrived.clear()
@@ -121,12 +122,14 @@ def test_two_sources_cannot_share_an_address() -> None:
 TWO_DEVICES = """
 import jax, numpy as np, threading
 from pdjax.protocol import KVPoll, Layout, Peer
-from pdjax.transfer.device_put import DevicePutLink
+from jax.sharding import SingleDeviceSharding
+from pdjax.transfer.device_put import DevicePutMover
+from pdjax.transfer.in_process import InProcessSink, InProcessSource, Registry
 layout = Layout(model_fingerprint="m", page_size=4, kv_dtype="float32", num_layers=1, num_kv_heads=1, head_dim=2)
 here, there = jax.devices()
-changed = threading.Event()
-link = DevicePutLink(layout, Peer("p", "1"), Peer("d", "1"), lambda kv: jax.device_put(kv, there))
-source, sink = link.source(changed.set), link.sink(changed.set)
+registry, changed = Registry(), threading.Event()
+source = InProcessSource(registry, layout, Peer("p", "1"), changed.set)
+sink = InProcessSink(registry, layout, Peer("d", "1"), DevicePutMover(SingleDeviceSharding(there)), changed.set)
 sender, receiver = source.create_sender(1), sink.open(1, Peer("p", "1"), 0)
 rows = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 2, 2)
 sender.send(0, 1, jax.device_put(rows, here))

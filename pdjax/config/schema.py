@@ -73,7 +73,7 @@ class DecodeConfig(Section):
 
 class EngineConfig(Section):
     page_size: int = Field(16, ge=1, description="tokens a KV page")
-    num_pages: int = Field(1024, ge=4, description="pages of the KV pool of one worker")
+    num_pages: int = Field(768, ge=4, description="pages of the KV pool of one worker")
     max_running: int = Field(16, ge=1, description="sequences that hold a request slot at the same time")
     max_prefill_seqs: int = Field(8, ge=1, description="sequences that share one prefill step")
     prefill_buckets: tuple[int, ...] = Field((16, 32, 64, 128, 256, 512), description="token counts that prefill steps are compiled for")

@@ -34,8 +34,9 @@ _decode_frame = rpc.decoder(ArrivingFrame)
 class Landing(NamedTuple):
     """What the receiver's engine wants a chunk to become.
 
-    `to_device`: host array `[n, layers, page_size, 2 * kv_heads, head_dim]` -> the same on the device; called in the transport's thread, may keep
-    the host array. `page_buckets`: the values of n, rising; a chunk is padded with zeros to the next one, and none is larger than the last.
+    `to_device`: host array `[n, layers, page_size, 2 * kv_heads, head_dim]` -> the same on the device; called in the transport's
+    thread, may keep the host array. `page_buckets`: the values of n, rising; a chunk is padded with zeros to the next one, and none is
+    larger than the last.
     """
 
     to_device: Callable[[np.ndarray], jax.Array]

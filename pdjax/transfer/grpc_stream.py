@@ -11,14 +11,14 @@ One server stream a room is announcement, control and data channel in one. Decod
 A first `SendFailed` turns away one room only (replaced worker, announced twice, no place to wait); another try may succeed.
 
 Who owes what, and for how long:
-* Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times in that
-  time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no clock runs; a
-  connection that breaks meanwhile is noticed with the next `take`.
-* Sender: a frame that is not accepted may mean a receiver that holds back on purpose, which is no fault. One that is stopped or unreachable
-  is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for `bootstrap_timeout_s`
-  fails the room. What gRPC has of that frame is let go when the stream ends.
-* The end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the receiver's flow control. A
-  receiver that finds the last chunk damaged fails on its own side only, and says so to the router.
+* Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times
+  in that time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no
+  clock runs; a connection that breaks meanwhile is noticed with the next `take`.
+* Sender: a frame that is not accepted may mean a receiver that holds back on purpose, which is no fault. One that is stopped or
+  unreachable is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for
+  `bootstrap_timeout_s` fails the room. What gRPC has of that frame is let go when the stream ends.
+* The end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the
+  receiver's flow control. A receiver that finds the last chunk damaged fails on its own side only, and says so to the router.
 """
 
 from __future__ import annotations
@@ -183,15 +183,19 @@ class GrpcSink(KVSink):
         return len(self._fetches)
 
     def close(self) -> None:
-        """Every stream that is open is cancelled. Not to be called from the event loop: it waits for it, at most `_CLOSE_S`."""
+        """Every stream that is open is cancelled.
+
+        Not to be called from the event loop, which it waits for; TimeoutError where that has stopped.
+        """
         self._is_closed = True
         for fetch in self._fetches.values():
             fetch.receiver.end(FailureKind.CLOSED, "the decode worker is shutting down")
             fetch.receiver.abort()
+        deadline_s = time.monotonic() + _CLOSE_S
         for fetch in self._fetches.values():
-            fetch.wait_over(_CLOSE_S)
-        asyncio.run_coroutine_threadsafe(self._channels.close(), self._loop).result(_CLOSE_S)
+            fetch.wait_over(max(0.0, deadline_s - time.monotonic()))
         self._lander.close()
+        asyncio.run_coroutine_threadsafe(self._channels.close(), self._loop).result(_CLOSE_S)
         self._forget_ended()
 
     def _forget_ended(self) -> None:

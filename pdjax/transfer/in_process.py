@@ -1,6 +1,7 @@
 """KV between a prefill and a decode worker of one process: announcements and states pass through memory, arrays through a `Mover`.
 
-A source and a sink find each other in a `Registry` that both were given. At most `max_chunks_in_flight` chunks of a room lie between `send` and `take`.
+A source and a sink find each other in a `Registry` that both were given. At most `max_chunks_in_flight` chunks of a room lie between
+`send` and `take`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class Registry:
 
 
 class InProcessSource(KVSource):
-    """Prefill's end. `peer` is the address and instance that sinks announce to. Its one thread waits for arrays, in the order they were sent:
-    a device computes and copies in order too."""
+    """Prefill's end. `peer` is the address and instance that sinks announce to.
+
+    Its one thread waits for arrays in the order they were sent: a device computes and copies in order too.
+    """
 
     def __init__(
         self,

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from pdjax.transfer.in_process import Mover
 
 
 class LoopbackMover(Mover):
-    """Gives out one array of zeros a shape, again and again: the receiver must not donate it. As many shapes as the engine has chunk sizes.
+    """Gives out one array of zeros for each chunk shape, again and again: the receiver must not donate it."""
 
-    `to_decode` brings a host array to the decode worker's device.
-    """
-
-    def __init__(self, to_decode: Callable[[np.ndarray], jax.Array]) -> None:
-        self._to_decode = to_decode
+    def __init__(self, decode_sharding: Sharding) -> None:
+        self._decode_sharding = decode_sharding
         self._zeros: dict[tuple[tuple[int, ...], np.dtype], jax.Array] = {}
 
     def start(self, kv: jax.Array) -> jax.Array:
         key = (kv.shape, kv.dtype)
         if key not in self._zeros:
-            self._zeros[key] = self._to_decode(np.zeros(kv.shape, kv.dtype))
+            self._zeros[key] = jax.device_put(np.zeros(kv.shape, kv.dtype), self._decode_sharding)
         return self._zeros[key]
 
     def wait(self, moved: jax.Array) -> None:

@@ -39,8 +39,9 @@ class Intake(abc.ABC):
 class RoomReceiver(KVReceiver):
     """A `KVReceiver` behind an `Intake`.
 
-    The engine loop calls the methods of `KVReceiver`; those below them belong to the transport and may come from any thread. The stall clock runs while
-    the transport waits for the sender (`awaits_sender` .. `heard_sender`), not while it holds the link back because chunks wait here.
+    The engine loop calls the methods of `KVReceiver`; those below them belong to the transport and may come from any thread. The stall
+    clock runs while the transport waits for the sender (`awaits_sender` .. `heard_sender`), not while it holds the link back because
+    chunks wait here.
     """
 
     def __init__(self, room: int, limits: TransferLimits, clock: Clock, wake: Wake, counters: Counters) -> None:

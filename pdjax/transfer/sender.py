@@ -91,7 +91,6 @@ class RoomSender(KVSender):
 
     def send(self, first_page: int, num_pages: int, kv: jax.Array) -> None:
         assert 0 < num_pages <= kv.shape[0], f"room {self.room}: {num_pages} pages of an array of {kv.shape[0]}"
-        assert first_page == self._next_page, f"room {self.room}: page {first_page} sent, page {self._next_page} was next"
         with self._lock:
             if self._state.value is KVPoll.FAILED:  # failed since `can_send`: dropped at the door
                 return
@@ -99,6 +98,7 @@ class RoomSender(KVSender):
             assert self._in_flight < self._limits.max_chunks_in_flight, f"room {self.room}: {self._in_flight} chunks in flight"
             outlet = self._outlet
             assert outlet is not None, f"room {self.room} has not been announced"
+            assert first_page == self._next_page, f"room {self.room}: page {first_page} sent, page {self._next_page} was next"
             self._in_flight += 1
             self._next_page = first_page + num_pages
         self._state.raise_to(KVPoll.TRANSFERRING)
@@ -122,17 +122,15 @@ class RoomSender(KVSender):
 
     # -- called by the transport, from any thread --
 
-    def bootstrap(self, prefix_tokens: int, outlet: Outlet) -> bool:
-        """The announcement has come. False where the sender has failed before; the outlet then heard of it."""
+    def bootstrap(self, prefix_tokens: int, outlet: Outlet) -> None:
+        """The announcement has come, once. Where the sender has failed before, the outlet hears of it."""
         with self._lock:
             self._prefix_tokens, self._outlet, self._deadline_s = prefix_tokens, outlet, None
             self._next_page = prefix_tokens // self._table.page_size
         outlet.accepted(self)
         if not self._state.raise_to(KVPoll.WAITING_FOR_INPUT):
             outlet.failed(self._state.message or "the room has ended")
-            return False
         self._table.wake()
-        return True
 
     @property
     def counters(self) -> Counters:
@@ -220,7 +218,10 @@ class SenderTable:
         return sender
 
     def announce(self, announce: Announce, outlet: Outlet) -> None:
-        """Give `outlet` to the room's sender, now or when it is created. Raises TransferError where that cannot be, now or (not retriable) ever."""
+        """Give `outlet` to the room's sender, now or when it is created.
+
+        Raises TransferError where that cannot be: not retriable where these two workers can never work together.
+        """
         try:
             self._check_peers(announce)
             self._match(announce.room, announce.decode_prefix_tokens, outlet)
