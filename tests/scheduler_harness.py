@@ -8,12 +8,13 @@ assertion. Steps run when they are launched, but their results come back only `d
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pdjax.protocol import KVPoll, Peer, Sampling, SequenceRequest, TokenOut
 from pdjax.scheduler.bootstrap import BootstrapQueue
 from pdjax.scheduler.decode import DecodeLimits, DecodeScheduler
+from pdjax.scheduler.faults import NO_FAULTS
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.pages import PagePool
@@ -246,6 +247,10 @@ class Cluster:
         max_delay=0,
         seed=0,
         reserve=4,
+        retries=0,
+        drop_on_miss=False,
+        faults=NO_FAULTS,
+        early_send=True,
     ):
         self.now = 0.0
         self.link = FakeLink(seed, max_delay, window)
@@ -258,14 +263,17 @@ class Cluster:
             prefill_memory,
             SlotPool(slots, "request"),
             prefill_metadata,
-            BootstrapQueue(self.link, prefill_metadata, page_size),
-            PrefillLimits(step_tokens, 4, 3, 1000, 10_000),
+            BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults),
+            PrefillLimits(step_tokens, 4, 3, 1000, 10_000, drop_on_miss),
         )
         limits = DecodeLimits(step_tokens, 4, 1000, 10_000, reserve)
         self.decode = DecodeScheduler(decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, limits)
         self.tokens: dict[str, dict[int, int]] = {}
         self.ends: dict[tuple[str, str], object] = {}
         self.turn_is_prefill = True
+        self.early_send = early_send
+        self.num_forwards: Counter[str] = Counter()  # whole prompts computed on prefill
+        self.late: list = []  # (tick, request): decode hears of a request only then
 
     def request(self, name, prompt, max_tokens=8, *, room=None, stop=(), num_prior=0, deadline_s=1e9, local=False, sampling=None):
         return SequenceRequest(
@@ -278,16 +286,24 @@ class Cluster:
             prefill=None if local else PEER,
         )
 
-    def submit(self, request):
+    def submit(self, request, decode_delay=0):
+        """`decode_delay`: ticks until decode hears of the request, and so the least that bootstrap takes."""
         self.tokens.setdefault(request.request_id, {})
         if request.prefill is not None:
             self.link._room(request.room)
             self.prefill.submit(request)
-        self.decode.submit(request)
+        self.late.append((self.now + decode_delay, request))
+        self._submit_late()
+
+    def _submit_late(self):
+        for entry in [entry for entry in self.late if entry[0] <= self.now]:
+            self.late.remove(entry)
+            self.decode.submit(entry[1])
 
     def tick(self):
         self.now += 1.0
         self.link.now += 1
+        self._submit_late()
         self._turn_prefill()
         self._turn_decode()
         self.prefill.check()
@@ -298,7 +314,7 @@ class Cluster:
         for _ in range(limit):
             self.tick()
             held = sum(scheduler.num_waiting + scheduler.num_running for scheduler in (self.prefill, self.decode))
-            if not held and not self.p.in_flight and not self.d.in_flight:
+            if not held and not self.late and not self.p.in_flight and not self.d.in_flight:
                 return
         raise AssertionError(f"still busy after {limit} ticks")
 
@@ -321,6 +337,9 @@ class Cluster:
         scheduler.advance(self.now)
         self._send()
         if parts := scheduler.next_step():
+            if self.early_send:
+                self._send_all(scheduler.maybe_send_cached_prefix_chunk(parts))
+            self.num_forwards.update(part.seq.answer.request_id for part in parts if part.is_last)
             self.p.launch("prefill", parts, engine.prefill(parts))
             launched = True
             self._send()
@@ -330,7 +349,10 @@ class Cluster:
         scheduler.finish_sends()
 
     def _send(self):
-        for order in self.prefill.sends():
+        self._send_all(self.prefill.sends())
+
+    def _send_all(self, orders):
+        for order in orders:
             order.sender.send(order.first_page, len(order.pages), self.prefill_engine.gather(order.pages))
 
     def _turn_decode(self):

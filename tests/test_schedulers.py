@@ -318,7 +318,7 @@ def test_a_metadata_row_of_another_room_fails_the_request_and_gives_no_token():
     cluster.assert_nothing_held()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_mix_of_requests_aborts_and_pool_sizes_gives_right_answers_and_leaves_nothing(data):
     seed = data.draw(st.integers(0, 10**6))
@@ -334,6 +334,9 @@ def test_any_mix_of_requests_aborts_and_pool_sizes_gives_right_answers_and_leave
         max_delay=rng.randint(0, 4),
         seed=seed,
         reserve=rng.randint(1, 8),
+        retries=rng.choice([0, 0, 1, 3]),
+        drop_on_miss=rng.random() < 0.5,
+        early_send=rng.random() < 0.5,
     )
     stems = [[rng.randrange(900) for _ in range(20)] for _ in range(3)]
     expected, aborted = {}, set()
@@ -343,10 +346,10 @@ def test_any_mix_of_requests_aborts_and_pool_sizes_gives_right_answers_and_leave
         answer = expected_answer(prompt, count)
         stop = (rng.choice(answer),) if rng.random() < 0.3 else ()
         expected[f"r{i}"] = expected_answer(prompt, count, stop)
-        cluster.submit(cluster.request(f"r{i}", prompt, count, stop=stop, local=rng.random() < 0.3, room=i))
+        cluster.submit(cluster.request(f"r{i}", prompt, count, stop=stop, local=rng.random() < 0.3, room=i), rng.choice([0, 0, 3, 20]))
         for _ in range(rng.randint(0, 5)):
             cluster.tick()
-        if rng.random() < 0.2:
+        if rng.random() < 0.2 and not cluster.late:
             victim = f"r{rng.randint(0, i)}"
             aborted.add(victim)
             for scheduler in rng.sample([cluster.prefill, cluster.decode], rng.randint(1, 2)):

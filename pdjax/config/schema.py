@@ -100,6 +100,15 @@ class SchedulerConfig(Section):
     prefix_cache: bool = Field(True, description="keep the KV of finished prompts in a radix tree for requests that share their start")
     max_step_tokens: int = Field(512, ge=1, description="token budget of one prefill step; longer prompts are computed in chunks")
     metadata_slots: int | None = Field(None, ge=1, description="metadata rows of one worker; default: 2 x engine.max_running")
+    optimistic_prefill_retries: int = Field(
+        0, ge=0, le=100, description="forwards that may be lost to a prompt because decode had not announced itself in time; 0: never go ahead"
+    )
+    on_miss: Literal["park", "retry"] = Field(
+        "park", description="a prompt computed before decode announced itself: keep its KV (park), or let go of it at once (retry)"
+    )
+    early_send_cached_prefix: bool = Field(
+        True, description="send the part of a prompt that is cached on prefill before the rest is computed"
+    )
     decode_reserve_tokens: int = Field(32, ge=1, description="room for output tokens that decode reserves when it admits a sequence")
 
 
@@ -107,8 +116,8 @@ class TransferConfig(Section):
     kind: Literal["grpc", "device_put", "loopback"] = Field(
         "grpc", description="how KV moves: `grpc` between processes, `device_put` inside one, `loopback` for benchmarks without a link"
     )
-    max_chunks_in_flight: int = Field(2, ge=1, description="chunks of one sequence between gather and install")
-    bootstrap_timeout_s: float = Field(30.0, gt=0, description="how long prefill waits for decode to announce itself, and the reverse")
+    max_chunks_in_flight: int = Field(4, ge=1, description="chunks of one sequence between gather and install")
+    bootstrap_timeout_s: float = Field(30.0, gt=0, description="how long decode waits for prefill's answer to its announcement")
     stall_timeout_s: float = Field(10.0, gt=0, description="how long a running transfer may make no progress")
 
 

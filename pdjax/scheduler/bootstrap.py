@@ -1,6 +1,7 @@
 """The bootstrap queue of a prefill worker: requests whose decode side has not announced itself yet.
 
-A request here holds a sender and nothing else: no pages, no slots.
+A request here holds a sender and no pages. It takes a metadata slot when it leaves: because its bootstrap has ended, or because it
+goes ahead of it (optimistic prefill, after sglang-project PR 26780's queue).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdjax.protocol import KVPoll, SequenceRequest
+from pdjax.scheduler.faults import NO_FAULTS, FaultHooks
 from pdjax.scheduler.metadata import MetadataSlots
 
 
@@ -31,29 +33,50 @@ class Source(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Bootstrapping:
+class Ticket:
+    """A request's claim on its transfer, from submission to hand-over. Owns the sender and, where it has one, the metadata slot.
+
+    `next_page`: the first page that has not been handed to the sender; None until bootstrap has ended. It survives retries: what has
+    been sent is right and is not sent again. `num_retries`: forwards that were lost. `num_cached`: prompt tokens that the first try
+    found cached; later tries find what earlier ones have computed, which is no merit of the cache.
+    """
+
     request: SequenceRequest
     sender: Sender
+    metadata_slot: int | None = None
+    next_page: int | None = None
+    num_retries: int = 0
+    num_cached: int | None = None
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """Bootstrap is done. Owns a metadata slot; sending starts behind `decode_prefix_pages` pages, which decode already holds."""
-
-    request: SequenceRequest
-    sender: Sender
-    metadata_slot: int
-    decode_prefix_pages: int
+    @property
+    def is_bootstrapped(self) -> bool:
+        return self.next_page is not None
 
 
 class BootstrapQueue:
-    """Keeps order of arrival. Whoever is popped from it owns its sender and metadata slot from then on."""
+    """Keeps order of arrival. Whoever is popped from it holds a metadata slot, or has failed.
 
-    def __init__(self, source: Source, metadata: MetadataSlots, page_size: int):
+    `retries`: forwards that may be lost to one request because decode had not announced itself in time; 0: nobody goes ahead.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        metadata: MetadataSlots,
+        page_size: int,
+        retries: int = 0,
+        faults: FaultHooks = NO_FAULTS,
+    ):
         self._source = source
         self._metadata = metadata
         self._page_size = page_size
-        self._queue: dict[str, Bootstrapping] = {}
+        self._retries = retries
+        self._faults = faults
+        self._queue: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -63,31 +86,79 @@ class BootstrapQueue:
 
     def create_sender(self, request: SequenceRequest) -> None:
         """Open the request's room and queue it. Raises ValueError where the room is taken."""
-        self._queue[request.request_id] = Bootstrapping(request, self._source.create_sender(request.room))
+        self.add(Ticket(request, self._source.create_sender(request.room)))
 
-    def pop(self, request_id: str) -> Bootstrapping:
+    def add(self, ticket: Ticket) -> None:
+        """Queue a ticket, new or come back after its budget was used up. Its metadata slot is given back."""
+        self.maybe_release_metadata_buffer(ticket)
+        self._queue[ticket.request_id] = ticket
+
+    def pop(self, request_id: str) -> Ticket:
         return self._queue.pop(request_id)
 
-    def pop_bootstrapped(self) -> tuple[list[Waiting], list[Bootstrapping]]:
+    def pop_bootstrapped(self) -> tuple[list[Ticket], list[Ticket]]:
         """Take out every request whose bootstrap has ended: those that are ready, and those that failed.
 
         A ready request that finds no free metadata slot stays, and the scan goes on behind it: a starved request must not keep a failed
         one from being cleaned up.
         """
-        ready: list[Waiting] = []
-        failed: list[Bootstrapping] = []
-        for entry in list(self._queue.values()):
-            state = entry.sender.poll()
+        ready: list[Ticket] = []
+        failed: list[Ticket] = []
+        for ticket in list(self._queue.values()):
+            state = self.poll(ticket)
             if state == KVPoll.FAILED:
-                failed.append(self.pop(entry.request.request_id))
-            elif state > KVPoll.BOOTSTRAPPING and (waiting := self.finalize_bootstrap(entry)):
-                self.pop(entry.request.request_id)
-                ready.append(waiting)
+                failed.append(self.pop(ticket.request_id))
+            elif state > KVPoll.BOOTSTRAPPING and self.finalize_bootstrap(ticket):
+                ready.append(self.pop(ticket.request_id))
         return ready, failed
 
-    def finalize_bootstrap(self, entry: Bootstrapping) -> Waiting | None:
-        """Take the metadata slot and fix where sending starts; None, and nothing taken, where no slot is free."""
-        slot = self._metadata.allocate()
-        if slot is None:
-            return None
-        return Waiting(entry.request, entry.sender, slot, entry.sender.decode_prefix_tokens // self._page_size)
+    def pop_optimistic(self) -> list[Ticket]:
+        """Take out every request that may go ahead of its bootstrap and for which a metadata slot is free."""
+        hopeful = []
+        for ticket in list(self._queue.values()):
+            if self.has_retries_left(ticket) and self.poll(ticket) == KVPoll.BOOTSTRAPPING and self.ensure_metadata_buffer(ticket):
+                hopeful.append(self.pop(ticket.request_id))
+        return hopeful
+
+    def num_starved(self) -> int:
+        """Requests whose bootstrap has ended and that wait for a metadata slot only."""
+        return sum(self.poll(ticket) > KVPoll.BOOTSTRAPPING for ticket in self._queue.values())
+
+    def get_num_optimistic_prefill_retries(self) -> int:
+        return self._retries
+
+    def has_retries_left(self, ticket: Ticket) -> bool:
+        return ticket.num_retries < self.get_num_optimistic_prefill_retries()
+
+    def finalize_bootstrap(self, ticket: Ticket) -> bool:
+        """Note where sending starts, once the sender is bootstrapped and a metadata slot is held. False, and nothing changed, otherwise."""
+        if ticket.is_bootstrapped:
+            return True
+        if self.poll(ticket) <= KVPoll.BOOTSTRAPPING or not self.ensure_metadata_buffer(ticket):
+            return False
+        ticket.next_page = ticket.sender.decode_prefix_tokens // self._page_size
+        return True
+
+    def ensure_metadata_buffer(self, ticket: Ticket) -> bool:
+        """Whether the ticket holds a metadata slot now."""
+        if ticket.metadata_slot is None:
+            ticket.metadata_slot = self._metadata.allocate()
+        return ticket.metadata_slot is not None
+
+    def maybe_release_metadata_buffer(self, ticket: Ticket) -> None:
+        """Give the metadata slot back where one is held."""
+        if ticket.metadata_slot is not None:
+            self._metadata.free(ticket.metadata_slot)
+            ticket.metadata_slot = None
+
+    def should_force_retry(self, ticket: Ticket) -> bool:
+        """Whether a test wants this request's first forward to be lost."""
+        is_first_try = ticket.num_retries == 0 and ticket.request.num_prior == 0
+        return is_first_try and self.get_num_optimistic_prefill_retries() > 0 and self._faults.force_retry(ticket.request_id)
+
+    def poll(self, ticket: Ticket) -> KVPoll:
+        """The sender's state; a test may have any look find it failed."""
+        state = ticket.sender.poll()
+        if state not in (KVPoll.FAILED, KVPoll.SUCCESS) and self._faults.fail_poll():
+            ticket.sender.fail("failure injected by a test")
+        return ticket.sender.poll()

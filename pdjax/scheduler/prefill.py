@@ -1,67 +1,48 @@
 """Scheduling on a prefill worker: bootstrap, chunks under a token budget, sends behind them.
 
-A request moves through four places and is in exactly one at a time: the bootstrap queue (sender only), waiting (and a metadata slot),
-outgoing (and a request slot and pages: it is being computed and sent), delivering (all pages have left the pool; sender and
-metadata slot stay until decode has everything).
+A request is in exactly one place at a time: the bootstrap queue (sender only), the waiting line (and a metadata slot), outgoing (and a
+request slot and pages: it is being computed and sent), delivering (all pages have left the pool; sender and metadata slot stay until
+decode has everything).
+
+With optimistic prefill a request may leave the bootstrap queue early. It computes like any other, but until its bootstrap has ended
+nothing of it is sent, and its first token stays here: at the end of the prompt it is parked. It goes on when bootstrap ends. Where
+a request that is bootstrapped needs its pages or slots, it is retried instead: what it has computed goes into the tree, and it lines up
+again, in front, or in the bootstrap queue once its budget is used up.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
-from pdjax.scheduler.bootstrap import BootstrapQueue, Sender, Waiting
+from pdjax.scheduler.bootstrap import BootstrapQueue, Ticket
 from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
 from pdjax.scheduler.deadlines import Deadlines
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
+from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, SendOrder, WaitingLine
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
 
 
 class PrefillLimits(NamedTuple):
-    """`max_queue`: requests that may wait, bootstrapping or bootstrapped; more are refused, so that a client hears of it at once."""
+    """`max_queue`: requests that may wait, bootstrapping or bootstrapped; more are refused, so that a client hears of it at once.
+
+    `drop_on_miss`: a prompt that is computed before its bootstrap has ended is retried at once instead of being parked.
+    """
 
     max_step_tokens: int
     max_step_seqs: int
     max_chunk_pages: int
     max_queue: int
     max_context_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """A sequence that is being computed and sent. `next_page` is the first page that has not been handed to the sender."""
-
-    seq: Computing
-    sender: Sender
-    metadata_slot: int
-    next_page: int
-    has_row: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Delivering:
-    request: SequenceRequest
-    sender: Sender
-    metadata_slot: int
-    num_cached: int
-
-
-class SendOrder(NamedTuple):
-    """Gather `pages` of the pool now and hand them to `sender` as the prompt's pages from `first_page` on."""
-
-    sender: Sender
-    first_page: int
-    pages: list[int]
+    drop_on_miss: bool = False
 
 
 class PrefillScheduler:
-    """For the engine loop only. `sends` and `next_step` commit what they give out: the caller carries it out at once, in order."""
+    """For the engine loop only. What gives out sends or steps commits them: the caller carries them out at once, in order."""
 
     def __init__(self, memory: KVMemory, slots: SlotPool, metadata: MetadataSlots, bootstrap: BootstrapQueue, limits: PrefillLimits):
         self.memory = memory
@@ -69,19 +50,24 @@ class PrefillScheduler:
         self.metadata = metadata
         self.bootstrap = bootstrap
         self.limits = limits
-        self._waiting: deque[Waiting] = deque()
+        self._line = WaitingLine()
         self._outgoing: dict[str, Outgoing] = {}
-        self._delivering: dict[str, Delivering] = {}
+        self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
         self._outcomes = Outcomes()
+        self.counts = PrefillCounts()
 
     @property
     def num_waiting(self) -> int:
-        return len(self.bootstrap) + len(self._waiting)
+        return len(self.bootstrap) + len(self._line)
 
     @property
     def num_running(self) -> int:
         return len(self._outgoing) + len(self._delivering)
+
+    @property
+    def num_parked(self) -> int:
+        return sum(outgoing.parked is not None for outgoing in self._outgoing.values())
 
     def take_outcomes(self) -> list[Outcome]:
         return self._outcomes.take()
@@ -105,141 +91,239 @@ class PrefillScheduler:
 
     def abort(self, request_id: str, kind: str = "aborted", message: str = "aborted by the client") -> None:
         """End the request wherever it is and free what it holds; no effect on one that has ended."""
-        if request_id in self.bootstrap:
-            self.bootstrap.pop(request_id).sender.fail(message)
-        elif request_id in self._outgoing:
-            self._drop(self._outgoing[request_id], message)
-        elif request_id in self._delivering:
-            entry = self._delivering.pop(request_id)
-            entry.sender.fail(message)
-            self.metadata.free(entry.metadata_slot)
-        elif waiting := next((entry for entry in self._waiting if entry.request.request_id == request_id), None):
-            self._waiting.remove(waiting)
-            self._fail_waiting(waiting, message)
-        else:
-            return
-        self._deadlines.remove(request_id)
-        self._outcomes.fail(request_id, kind, message, retriable=kind not in ("aborted", "deadline"))
+        ticket = self._take_out(request_id)
+        if ticket is not None:
+            self.handle_bootstrap_failure(ticket, kind, message)
+
+    def handle_bootstrap_failure(self, ticket: Ticket, kind: str, message: str) -> None:
+        """The end of a request that is in no queue any more: its room fails, its slot is free, its stream hears why."""
+        ticket.sender.fail(message)
+        self.bootstrap.maybe_release_metadata_buffer(ticket)
+        self._deadlines.remove(ticket.request_id)
+        self._outcomes.fail(ticket.request_id, kind, message, retriable=kind not in ("aborted", "deadline"))
 
     def advance(self, now_s: float) -> None:
         """Take note of everything that happened outside: deadlines, ended bootstraps, failed and finished transfers."""
         for request_id in self._deadlines.pop_due(now_s):
             self.abort(request_id, "deadline", "the deadline passed during prefill")
-        ready, failed = self.bootstrap.pop_bootstrapped()
-        self._waiting.extend(ready)
-        for entry in failed:
-            self._deadlines.remove(entry.request.request_id)
-            self._outcomes.fail(entry.request.request_id, "bootstrap", entry.sender.failure() or "bootstrap failed", retriable=True)
-        self._clean_up_failed_waiting()
-        for request_id, outgoing in list(self._outgoing.items()):
-            if outgoing.sender.poll() == KVPoll.FAILED:
-                self.abort(request_id, "transfer", outgoing.sender.failure() or "transfer failed")
-        for request_id, entry in list(self._delivering.items()):
-            self._advance_delivery(request_id, entry)
+        self._take_bootstrapped()
+        self._feed_starved()
+        for ticket in self.bootstrap.pop_optimistic():
+            self._line.add(ticket)
+        for ticket in list(self._line):
+            self._look_at_waiting(ticket)
+        for outgoing in list(self._outgoing.values()):
+            self._look_at_outgoing(outgoing)
+        for ticket in list(self._delivering.values()):
+            self._look_at_delivery(ticket)
 
     def next_step(self) -> list[PrefillPart]:
         """The next prefill step: first the prompts in progress, then new ones while request slots and pages last."""
         budget = StepBudget(self.limits.max_step_tokens, self.limits.max_step_seqs)
         parts = take_chunks(budget, (outgoing.seq for outgoing in self._outgoing.values()), self.memory.page_size)
-        while self._waiting and not budget.is_spent and (seq := self._admit()):
+        while not budget.is_spent and (seq := self._admit()):
             parts += take_chunks(budget, [seq], self.memory.page_size)
         return parts
+
+    def maybe_send_cached_prefix_chunk(self, parts: Sequence[PrefillPart]) -> Iterator[SendOrder]:
+        """Full pages of the sequences of a step that are in the pool before it: to be gathered before the step is launched.
+
+        Nothing of a sequence whose bootstrap is pending, and nothing that decode holds already.
+        """
+        for part in parts:
+            outgoing = self._outgoing[part.seq.answer.request_id]
+            for order in self._sends_until(outgoing, part.start // self.memory.page_size):
+                self.counts.early_sent_pages += len(order.pages)
+                yield order
 
     def sends(self) -> Iterator[SendOrder]:
         """Pages whose computation has been dispatched and that a sender has room for. A partial last page waits for the last chunk."""
         for outgoing in self._outgoing.values():
-            while outgoing.sender.can_send():
-                count = min(self._num_sendable_pages(outgoing.seq) - outgoing.next_page, self.limits.max_chunk_pages)
-                if count <= 0:
-                    break
-                first, outgoing.next_page = outgoing.next_page, outgoing.next_page + count
-                yield SendOrder(outgoing.sender, first, outgoing.seq.lease.pages[first : first + count])
+            yield from self._sends_until(outgoing, self._num_sendable_pages(outgoing.seq))
 
     def settle(self, part: PrefillPart, token: TokenOut | None) -> None:
-        """Take in the result of a step: `token` is what the last chunk sampled, None for the other chunks."""
-        seq = part.seq
-        if seq.is_dropped or token is None:
+        """Take in the result of a step: `token` is what the last chunk sampled, None for the other chunks.
+
+        Before anything comes of it bootstrap is looked at once more.
+        """
+        if part.seq.is_dropped or token is None:
             return
-        outgoing, request = self._outgoing[seq.answer.request_id], seq.answer.request
-        self.memory.publish(seq.lease, request.prompt)
-        self._outcomes.add(request.request_id, Tokens([token]))
-        if end := answer_end(token.token, token.index, request.sampling):
-            self._drop(outgoing, "the answer ended with its first token")
-            self._deadlines.remove(request.request_id)
-            stop_token = token.token if end == "stop" else None
-            return self._outcomes.finish(request.request_id, end, seq.num_cached, stop_token)
-        self.metadata.write(outgoing.metadata_slot, _metadata_row(request, token, seq.num_cached))
-        outgoing.has_row = True
+        outgoing = self._outgoing[part.seq.answer.request_id]
+        self._look_at_outgoing(outgoing)
+        if part.seq.is_dropped:
+            return
+        if self.bootstrap.should_force_retry(outgoing.ticket):
+            self._retry(outgoing)
+        elif outgoing.ticket.is_bootstrapped:
+            self._commit(outgoing, token)
+        elif self.limits.drop_on_miss:
+            self._retry(outgoing)
+        else:
+            outgoing.parked = token
 
     def finish_sends(self) -> None:
         """Where every page has been handed over and the first token is known: send the metadata row, free pages and request slot."""
         for request_id, outgoing in list(self._outgoing.items()):
-            seq = outgoing.seq
-            if not outgoing.has_row or outgoing.next_page < self._num_sendable_pages(seq):
+            ticket = outgoing.ticket
+            if not outgoing.has_row or (ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq):
                 continue
-            outgoing.sender.finish(self.metadata.read(outgoing.metadata_slot).to_bytes())
-            self._free_computing(request_id)
-            self._delivering[request_id] = Delivering(seq.answer.request, outgoing.sender, outgoing.metadata_slot, seq.num_cached)
+            assert ticket.metadata_slot is not None, f"{request_id} has a row and no slot"
+            ticket.sender.finish(self.metadata.read(ticket.metadata_slot).to_bytes())
+            self._free_computing(outgoing)
+            self._delivering[request_id] = ticket
 
     def check(self) -> None:
         """Assert that slots and pages are held by exactly those who should."""
         self.memory.check([outgoing.seq.lease for outgoing in self._outgoing.values()])
-        rows = len(self._waiting) + len(self._outgoing) + len(self._delivering)
+        rows = len(self._line) + len(self._outgoing) + len(self._delivering)
         assert self.slots.num_held == len(self._outgoing), f"{self.slots.num_held} slots held by {len(self._outgoing)} sequences"
         assert self.metadata.num_held == rows, f"{self.metadata.num_held} metadata slots held by {rows} sequences"
 
     def _admit(self) -> Computing | None:
-        """Move the head of the waiting queue to outgoing; None where it has to wait for a slot or for pages."""
-        waiting = self._waiting[0]
-        prompt = waiting.request.prompt
-        slot = self.slots.allocate()
-        if slot is None:
+        """Move the head of the line to outgoing; None where it has to wait for a slot or for pages."""
+        ticket = self._line.head()
+        if ticket is None:
+            return None
+        seq = self._start(ticket)
+        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):
+            self._retry(parked)
+            seq = self._start(ticket)
+        return seq
+
+    def _start(self, ticket: Ticket) -> Computing | None:
+        prompt = ticket.request.prompt
+        if self.slots.num_free == 0:
             return None
         # At least the last token is computed: its logits choose the first token of the answer.
         lease = self.memory.lease(prompt, len(prompt) - 1, len(prompt))
-        if lease is None:
-            self.slots.free(slot)
+        slot = self.slots.allocate() if lease is not None else None
+        if lease is None or slot is None:
             return None
-        self._waiting.popleft()
+        self._line.remove(ticket)
         cached = lease.num_shared * self.memory.page_size
-        seq = Computing(Answer.start(waiting.request), slot, lease, cached, cached)
-        self._outgoing[waiting.request.request_id] = Outgoing(
-            seq, waiting.sender, waiting.metadata_slot, waiting.decode_prefix_pages
-        )
+        if ticket.num_cached is None:
+            ticket.num_cached = cached
+            self.counts.prompt_tokens += len(prompt)
+            self.counts.cached_tokens += cached
+        seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached)
+        self._outgoing[ticket.request_id] = Outgoing(ticket, seq)
         return seq
+
+    def _sends_until(self, outgoing: Outgoing, end: int) -> Iterator[SendOrder]:
+        """Chunks of the pages before `end` that have not been handed over, as far as the sender has room."""
+        ticket = outgoing.ticket
+        while ticket.next_page is not None and ticket.next_page < end and ticket.sender.can_send():
+            first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)
+            yield SendOrder(ticket.sender, first, outgoing.seq.lease.pages[first : ticket.next_page])
 
     def _num_sendable_pages(self, seq: Computing) -> int:
         return len(seq.lease.pages) if seq.is_launched else seq.num_launched // self.memory.page_size
 
-    def _advance_delivery(self, request_id: str, entry: Delivering) -> None:
-        state = entry.sender.poll()
+    def _take_bootstrapped(self) -> None:
+        ready, failed = self.bootstrap.pop_bootstrapped()
+        for ticket in ready:
+            self._line.add(ticket)
+        for ticket in failed:
+            self.handle_bootstrap_failure(ticket, "bootstrap", ticket.sender.failure() or "bootstrap failed")
+
+    def _look_at_waiting(self, ticket: Ticket) -> None:
+        if self.bootstrap.poll(ticket) == KVPoll.FAILED:
+            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
+        elif not ticket.is_bootstrapped and self.bootstrap.finalize_bootstrap(ticket):
+            self._line.promote(ticket)
+
+    def _look_at_outgoing(self, outgoing: Outgoing) -> None:
+        """At every turn, and so at every chunk border and while parked: has bootstrap ended, or the transfer failed?"""
+        ticket = outgoing.ticket
+        if self.bootstrap.poll(ticket) == KVPoll.FAILED:
+            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
+        elif self.bootstrap.finalize_bootstrap(ticket) and outgoing.parked is not None:
+            token, outgoing.parked = outgoing.parked, None
+            self._commit(outgoing, token)
+
+    def _look_at_delivery(self, ticket: Ticket) -> None:
+        state = self.bootstrap.poll(ticket)
         if state == KVPoll.FAILED:
-            return self.abort(request_id, "transfer", entry.sender.failure() or "transfer failed")
-        if state == KVPoll.SUCCESS:
-            del self._delivering[request_id]
-            self._deadlines.remove(request_id)
-            self.metadata.free(entry.metadata_slot)
-            self._outcomes.finish(request_id, "handed_off", entry.num_cached)
+            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
+        elif state == KVPoll.SUCCESS:
+            del self._delivering[ticket.request_id]
+            self._deadlines.remove(ticket.request_id)
+            self.bootstrap.maybe_release_metadata_buffer(ticket)
+            self._outcomes.finish(ticket.request_id, "handed_off", ticket.num_cached or 0)
 
-    def _clean_up_failed_waiting(self) -> None:
-        failed = [waiting for waiting in self._waiting if waiting.sender.poll() == KVPoll.FAILED]
-        for waiting in failed:
-            self.abort(waiting.request.request_id, "transfer", waiting.sender.failure() or "transfer failed")
+    def _feed_starved(self) -> None:
+        """Requests that are bootstrapped must not wait for metadata slots that optimists hold: those go back, the last first."""
+        while self.metadata.num_free == 0 and self.bootstrap.num_starved():
+            hopeful, parked = self._line.last_hopeful(), self._last_parked()
+            if hopeful is not None:
+                self._line.remove(hopeful)
+                self.bootstrap.add(hopeful)
+            elif parked is not None:
+                self._requeue(parked)
+                self.bootstrap.add(parked.ticket)
+            else:
+                return
+            self._take_bootstrapped()
 
-    def _fail_waiting(self, waiting: Waiting, message: str) -> None:
-        waiting.sender.fail(message)
-        self.metadata.free(waiting.metadata_slot)
+    def _last_parked(self) -> Outgoing | None:
+        return next((outgoing for outgoing in reversed(self._outgoing.values()) if outgoing.parked is not None), None)
 
-    def _drop(self, outgoing: Outgoing, message: str) -> None:
-        outgoing.sender.fail(message)
-        outgoing.seq.is_dropped = True
-        self.metadata.free(outgoing.metadata_slot)
-        self._free_computing(outgoing.seq.answer.request_id)
+    def _retry(self, outgoing: Outgoing) -> None:
+        """Let go of a forward that came to nothing. The next one finds what it has computed in the tree, unless that is evicted first."""
+        self._requeue(outgoing)
+        ticket = outgoing.ticket
+        if ticket.is_bootstrapped or self.bootstrap.has_retries_left(ticket):
+            self._line.put_back(ticket)
+        else:
+            self.bootstrap.add(ticket)
 
-    def _free_computing(self, request_id: str) -> None:
-        seq = self._outgoing.pop(request_id).seq
-        self.memory.release(seq.lease)
-        self.slots.free(seq.slot)
+    def _requeue(self, outgoing: Outgoing) -> None:
+        seq = outgoing.seq
+        self.memory.publish(seq.lease, seq.answer.tokens)
+        seq.is_dropped = True
+        self._free_computing(outgoing)
+        outgoing.ticket.num_retries += 1
+        self.counts.retries += 1
+
+    def _commit(self, outgoing: Outgoing, token: TokenOut) -> None:
+        """Bootstrap has ended and the prompt is computed: publish its KV, tell the token, write the row."""
+        ticket, request = outgoing.ticket, outgoing.ticket.request
+        self.memory.publish(outgoing.seq.lease, request.prompt)
+        self._outcomes.add(request.request_id, Tokens([token]))
+        if end := answer_end(token.token, token.index, request.sampling):
+            self._end_with_first_token(outgoing, token, end)
+            return
+        assert ticket.metadata_slot is not None, f"{request.request_id} is computed and has no metadata slot"
+        self.metadata.write(ticket.metadata_slot, _metadata_row(request, token, ticket.num_cached or 0))
+        outgoing.has_row = True
+
+    def _end_with_first_token(self, outgoing: Outgoing, token: TokenOut, end: str) -> None:
+        ticket = outgoing.ticket
+        ticket.sender.fail("the answer ended with its first token")
+        self._free_computing(outgoing)
+        self.bootstrap.maybe_release_metadata_buffer(ticket)
+        self._deadlines.remove(ticket.request_id)
+        self._outcomes.finish(ticket.request_id, end, ticket.num_cached or 0, token.token if end == "stop" else None)
+
+    def _take_out(self, request_id: str) -> Ticket | None:
+        """Remove the request from wherever it is, with its pages and request slot; None where it is nowhere."""
+        if request_id in self.bootstrap:
+            return self.bootstrap.pop(request_id)
+        if request_id in self._delivering:
+            return self._delivering.pop(request_id)
+        if request_id in self._outgoing:
+            outgoing = self._outgoing[request_id]
+            outgoing.seq.is_dropped = True
+            self._free_computing(outgoing)
+            return outgoing.ticket
+        if ticket := self._line.find(request_id):
+            self._line.remove(ticket)
+        return ticket
+
+    def _free_computing(self, outgoing: Outgoing) -> None:
+        del self._outgoing[outgoing.ticket.request_id]
+        self.memory.release(outgoing.seq.lease)
+        self.slots.free(outgoing.seq.slot)
 
 
 def _metadata_row(request: SequenceRequest, token: TokenOut, num_cached: int) -> MetadataRow:

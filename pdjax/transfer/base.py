@@ -38,7 +38,7 @@ class KVSender(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> KVPoll:
-        """The room's state. Deadlines (bootstrap, stalled link) are applied here, so that nothing waits for ever."""
+        """The room's state. The deadline of a stalled link is applied here; a wait for the announcement is ended by the caller (`fail`)."""
 
     @property
     @abc.abstractmethod
@@ -138,7 +138,8 @@ class KVSink(abc.ABC):
 class TransferLimits(NamedTuple):
     """Bounds of one transport.
 
-    `bootstrap_timeout_s`: how long a sender waits for its announcement, an announcement for its sender, a receiver for its answer.
+    `bootstrap_timeout_s`: how long an announcement waits for its sender, and a receiver for its answer. A sender waits for its
+    announcement until its caller ends it: decode announces when it has room, and how long that takes is no matter of the link.
     `stall_timeout_s`: how long an accepted room may make no progress while the other side owes it something.
     """
 

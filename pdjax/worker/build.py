@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pdjax.checkpoints import Checkpoint
+from pdjax.config.environment import early_send_override, should_fail_poll, should_force_retry
 from pdjax.config.schema import Config
 from pdjax.engine.compilation import Programs
 from pdjax.engine.engine import Engine
@@ -15,6 +16,7 @@ from pdjax.observe.progress import Progress
 from pdjax.protocol import Layout, Peer, WorkerInfo
 from pdjax.scheduler.bootstrap import BootstrapQueue
 from pdjax.scheduler.decode import DecodeLimits, DecodeScheduler
+from pdjax.scheduler.faults import FaultHooks
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.pages import PagePool
@@ -23,7 +25,7 @@ from pdjax.scheduler.radix import NullCache, RadixCache
 from pdjax.scheduler.slots import SlotPool
 from pdjax.transfer.base import KVSink, KVSource, TransferLimits, Wake
 from pdjax.worker.decode import DecodeRole
-from pdjax.worker.prefill import PrefillRole
+from pdjax.worker.prefill import PrefillRole, no_early_sends
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +86,16 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
         max_chunk_pages=config.engine.transfer_buckets[-1],
         max_queue=config.worker.max_queue,
         max_context_tokens=_max_context_tokens(checkpoint, config),
+        drop_on_miss=config.scheduler.on_miss == "retry",
     )
-    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size)
+    retries = config.scheduler.optimistic_prefill_retries
+    faults = FaultHooks(should_force_retry, should_fail_poll)
+    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size, retries, faults)
     scheduler = PrefillScheduler(_memory(config), SlotPool(config.engine.max_running, "request"), metadata, bootstrap, limits)
-    return PrefillRole(engine, scheduler, source, wake)
+    override = early_send_override()
+    is_early = config.scheduler.early_send_cached_prefix if override is None else override
+    early_sends = scheduler.maybe_send_cached_prefix_chunk if is_early else no_early_sends
+    return PrefillRole(engine, scheduler, source, wake, early_sends)
 
 
 def build_decode(engine: Engine, checkpoint: Checkpoint, config: Config, sink: KVSink, wake: Wake) -> DecodeRole:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import msgspec
 
 from pdjax.engine.batch import PrefillSeq, StepOutput
@@ -10,14 +12,26 @@ from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
+from pdjax.scheduler.prefill_states import SendOrder
 from pdjax.transfer.base import KVSource, Wake
 from pdjax.worker.reader import PrefillStep, StepReader
 from pdjax.worker.role import MAX_STEPS_IN_FLIGHT, Role
 from pdjax.worker.tokens import token_out
 
+EarlySends = Callable[[Sequence[PrefillPart]], Iterable[SendOrder]]
+
+
+def no_early_sends(parts: Sequence[PrefillPart]) -> Iterable[SendOrder]:
+    """Everything leaves after the step."""
+    return ()
+
 
 class PrefillRole(Role):
-    def __init__(self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake):
+    """`early_sends`: what of a step's cached prefix leaves before the step; `scheduler.maybe_send_cached_prefix_chunk`, or
+    `no_early_sends`."""
+
+    def __init__(self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake, early_sends: EarlySends):
+        self._early_sends = early_sends
         self._engine = engine
         self._scheduler = scheduler
         self._source = source
@@ -36,7 +50,6 @@ class PrefillRole(Role):
         self._send()
         while self._reader.num_in_flight < MAX_STEPS_IN_FLIGHT and (parts := self._scheduler.next_step()):
             self._launch(parts)
-            self._send()
         self._scheduler.finish_sends()
 
     def take_outcomes(self) -> list[Outcome]:
@@ -59,6 +72,11 @@ class PrefillRole(Role):
                 "pages_private": scheduler.memory.num_private,
                 "pages_cached": scheduler.memory.cache.num_pages,
                 "rooms_open": self._source.open_rooms(),
+                "parked": scheduler.num_parked,
+                "optimistic_retries": scheduler.counts.retries,
+                "prompt_tokens": scheduler.counts.prompt_tokens,
+                "cached_tokens": scheduler.counts.cached_tokens,
+                "early_sent_pages": scheduler.counts.early_sent_pages,
                 "kv_bytes_sent": counts.bytes_sent,
                 "kv_chunks_sent": counts.chunks_sent,
                 "kv_rooms_failed": sum(counts.failures.values()),
@@ -74,14 +92,23 @@ class PrefillRole(Role):
         self._source.close()
 
     def _launch(self, parts: list[PrefillPart]) -> None:
-        """Dispatch one step. Gathers of what it computes are dispatched after it and before the next step, which donates the pool."""
+        """Dispatch one step between the gathers that belong to it.
+
+        A step takes the pool over (donation), so the order is all: first the cached prefix, which leaves while the step runs; then the
+        step; then what it computes, before the next step takes the pool.
+        """
         for part in parts:
             start_history(self._engine, part)
+        self._gather_and_send(self._early_sends(parts))
         handle = self._engine.launch_prefill([prefill_seq(part) for part in parts])
         self._reader.put(PrefillStep(parts), handle)
+        self._send()
 
     def _send(self) -> None:
-        for order in self._scheduler.sends():
+        self._gather_and_send(self._scheduler.sends())
+
+    def _gather_and_send(self, orders: Iterable[SendOrder]) -> None:
+        for order in orders:
             order.sender.send(order.first_page, len(order.pages), self._engine.gather(order.pages))
 
     def _settle(self, step: PrefillStep, output: StepOutput) -> None:
