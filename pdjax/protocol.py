@@ -122,20 +122,40 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     tokens: list[TokenOut]
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """Something that a request went through on one worker, in seconds of the worker's wall clock; `end_s` >= `start_s`.
+
+    `track` "": one of the stages that follow each other without gaps from the request's arrival at the worker to its end there.
+    Otherwise it happened beside them, and the track says what it belongs to: "bootstrap", "chunks", "sends", "transfer", "receives",
+    "retries". `count`: tokens of a chunk, pages of a send or receipt.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    track: str = ""
+    count: int = 0
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished", kw_only=True):
-    """The worker's part ended well. `handed_off`: prefill has delivered everything and decode goes on."""
+    """The worker's part ended well. `handed_off`: prefill has delivered everything and decode goes on.
+
+    `stages`: a bounded number; first those that follow each other, then the others.
+    """
 
     reason: Literal["stop", "length", "handed_off"]
     stop_token: int | None = None
     cached_tokens: int = 0
+    stages: list[Stage] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """The worker's part ended badly. `retriable`: another attempt, perhaps elsewhere, may succeed."""
+    """The worker's part ended badly. `retriable`: another attempt, perhaps elsewhere, may succeed. `stages`: as in `Finished`."""
 
     kind: Literal["rejected", "over_capacity", "deadline", "aborted", "bootstrap", "transfer", "internal"]
     message: str
     retriable: bool
+    stages: list[Stage] = []
 
 
 Event = Tokens | Finished | Failed
@@ -156,7 +176,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, tag="info", kw_only=True):
 class WorkerLoad(msgspec.Struct, frozen=True, tag="load", kw_only=True):
     """Sent every heartbeat. Counts of sequences and pages; `ready` once everything is compiled.
 
-    `gauges`: further figures by name, for the router's metrics page.
+    `gauges`: further figures for the router's metrics page, by name: `NAME` or `NAME{LABEL=VALUE}`; a NAME that ends with `_total` only
+    ever rises.
     """
 
     ready: bool
@@ -180,13 +201,17 @@ MembershipMessage = WorkerInfo | WorkerLoad | WorkerLeaving
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode to prefill: `room` has everything reserved; send what lies past `decode_prefix_tokens` (a multiple of the page size)."""
+    """Decode to prefill: `room` has everything reserved; send what lies past `decode_prefix_tokens` (a multiple of the page size).
+
+    `transport`: how the receiver takes chunks; both sides must be configured alike.
+    """
 
     room: int
     decode_prefix_tokens: int
     layout: Layout
     sender_instance_id: str
     receiver: Peer
+    transport: str = "grpc"
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -213,6 +238,34 @@ class ChunkData(msgspec.Struct, frozen=True, tag="data"):
     payload: bytes
 
 
+class ChunkOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """Announces one chunk that is to be pulled: pages `first_page .. first_page + num_pages` of the prompt, in an array of `num_rows`
+    rows that `address` gives out under `uuid`, once. The receiver answers with `ChunkPulled` when it has it.
+
+    `checksum` is of the whole array, padding rows included (`pdjax.transfer.checksum`).
+    """
+
+    first_page: int
+    num_pages: int
+    num_rows: int
+    address: str
+    uuid: int
+    checksum: int
+
+
+class ChunkPulled(msgspec.Struct, frozen=True):
+    """Decode to prefill: the chunk that was offered under `uuid` is here and good."""
+
+    room: int
+    uuid: int
+
+
+class PulledReply(msgspec.Struct, frozen=True):
+    """The answer to `ChunkPulled`. `is_known`: False where nothing is offered to that room under that uuid, or no longer."""
+
+    is_known: bool
+
+
 class ChunkLast(msgspec.Struct, frozen=True, tag="last"):
     """Everything has been sent: `num_pages` in all, and the metadata row."""
 
@@ -224,4 +277,4 @@ class SendFailed(msgspec.Struct, frozen=True, tag="send_failed"):
     message: str
 
 
-KVFrame = Accepted | Refused | ChunkHead | ChunkData | ChunkLast | SendFailed
+KVFrame = Accepted | Refused | ChunkHead | ChunkData | ChunkOffer | ChunkLast | SendFailed

@@ -13,6 +13,7 @@ ROUTER_SERVICE = "pdjax.Router"
 PREFILL = f"/{WORKER_SERVICE}/Prefill"  # SequenceRequest -> stream Event
 DECODE = f"/{WORKER_SERVICE}/Decode"  # SequenceRequest -> stream Event
 FETCH_KV = f"/{WORKER_SERVICE}/FetchKV"  # Announce -> stream KVFrame
+PULLED_KV = f"/{WORKER_SERVICE}/PulledKV"  # ChunkPulled -> PulledReply
 JOIN = f"/{ROUTER_SERVICE}/Join"  # stream MembershipMessage -> stream RouterHello
 
 MAX_MESSAGE_BYTES = 16 << 20

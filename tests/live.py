@@ -76,7 +76,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Served:
-    """One `python -m pdjax.serve`, at the head of its own process group, its output in `folder`. End it with `end`, whatever happened to it."""
+    """One `python -m pdjax.serve`, at the head of its own process group, its output in `folder`. `end` it, whatever happened to it."""
 
     def __init__(self, folder: Path, name: str, role: str, settings: Mapping[str, Any]):
         self.name = name
@@ -125,6 +125,7 @@ class Served:
         """As a machine that loses power: no farewell."""
         self.process.kill()
         self.process.wait(STOP_S)
+        running.remove(self)
 
     def end(self) -> int:
         """Stop in order and return the exit status. Asserts that no process is left, and leaves none."""
@@ -159,7 +160,7 @@ def serving(folder: Path, name: str, role: str, **settings: Any) -> Iterator[Ser
 
 
 class Vocabulary:
-    """Token ids out of the names that log probabilities come with. The vocabulary holds no bytes twice, so that names are as good as ids."""
+    """Token ids out of the names that log probabilities come with: the vocabulary holds no bytes twice, so a name tells the id."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -264,6 +265,10 @@ class Client:
                 event = None
         raise BrokenStream(ids, event and event["error"])
 
+    def figure(self, name: str) -> float:
+        """What the workers report under a name, summed."""
+        return self.sample(f"pdjax_worker_{name}")
+
     def is_ready(self) -> bool:
         try:
             return self.http.get("/ready", timeout=5.0).status_code == 200
@@ -290,13 +295,32 @@ class Client:
         return int(self.sample("pdjax_router_workers", role=role, health="ready"))
 
 
+PAGE_BYTES = 30 * 16 * 2 * 3 * 64 * 4
+"""KV of one page: 30 layers, 16 tokens, keys and values of 3 heads of 64 numbers in float32."""
+
+
+def pages_sent(client: Client) -> int:
+    """Pages that have left the prefill workers so far. For when nothing is on its way: see `check_idle`."""
+    return round(client.figure("kv_bytes_sent_total") / PAGE_BYTES)
+
+
+def check_pages_sent(client: Client, expected: int) -> None:
+    """Assert that as many pages have left as `expected`, once the workers' reports say so."""
+    wait_until(lambda: pages_sent(client) >= expected, f"{expected} pages, {pages_sent(client)} were sent before", 10.0)
+    check_idle(client)
+    assert pages_sent(client) == expected
+
+
 HELD = ("slots_held", "metadata_slots_held", "pages_private", "rooms_open", "waiting", "running")
 
 
 def check_idle(client: Client) -> None:
     """Assert that router and workers soon hold nothing, and that nothing has been compiled while they served."""
     time.sleep(2.5 * SETTINGS["worker.heartbeat_interval_s"])  # what the router knows is from after the last request
-    wait_until(lambda: not _held(client), "nothing to be held", 10.0) if _held(client) else None
+    end_s = time.monotonic() + 10.0
+    while held := _held(client):
+        assert time.monotonic() < end_s, f"still held after 10 s: {held}"
+        time.sleep(0.1)
     assert set(client.samples("pdjax_worker_compilations_after_warm_up").values()) <= {0.0}
 
 

@@ -68,10 +68,11 @@ class ScriptedServer:
             writer.write(MODELS)
         else:
             assert head.startswith("POST /v1/completions ")
-            self.requests.append(json.loads(body))
+            request = json.loads(body)
+            self.requests.append(request)
             if len(self.requests) > 1:  # the first one is the warm-up, which comes alone
                 await asyncio.wait_for(self._barrier.wait(), 30)
-            for piece in self._reply(self.requests[-1]):
+            for piece in self._reply(request):
                 writer.write(piece)
         with contextlib.suppress(ConnectionError):
             await writer.drain()

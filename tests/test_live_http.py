@@ -146,7 +146,8 @@ def test_the_largest_request_that_fits_is_served(pair: Client) -> None:
 
 def test_bytes_that_are_no_http_do_no_harm(pair: Client) -> None:
     address = urlsplit(pair.url)
-    for garbage in (b"\x00" * 1000, b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n"):
+    negative_length = b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"
+    for garbage in (b"\x00" * 1000, negative_length, b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n"):
         with socket.create_connection((address.hostname, address.port), 10.0) as connection:
             connection.sendall(garbage)
     assert pair.complete(GOOD["prompt"], max_tokens=2).usage["completion_tokens"] == 2

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from pdjax.api.backend import Backend
 from pdjax.api.chat_template import ChatTemplate
-from pdjax.api.errors import ModelNotFound, install_error_handlers
+from pdjax.api.errors import ModelNotFound, RequestNotFound, install_error_handlers
 from pdjax.api.middleware import CLIENT_GONE_STATUS, Outermost
 from pdjax.api.responses import Model, ModelList, Status
 from pdjax.api.schemas import parse_chat, parse_completion, parse_detokenize, parse_tokenize
@@ -21,6 +21,9 @@ from pdjax.api.transport import ClientGone, EventStream, read_json, while_connec
 from pdjax.config.schema import ServerConfig
 from pdjax.errors import NoWorker
 from pdjax.observe.http_metrics import HttpMetrics
+from pdjax.observe.timeline_trace import trace
+from pdjax.observe.timeline_view import RequestView, view
+from pdjax.observe.timelines import RequestTimelines
 from pdjax.version import __version__
 
 
@@ -30,28 +33,31 @@ def create_app(
     chat_template: ChatTemplate | None,
     server: ServerConfig,
     registry: CollectorRegistry | None = None,
+    timelines: RequestTimelines | None = None,
 ) -> FastAPI:
     """The application, to be run by an ASGI server in the event loop that `backend` lives in.
 
     `chat_template` None: the model has none, chat requests get a 400. `registry`: where GET /metrics reads and the application's own
-    metrics go; one application a registry.
+    metrics go; one application a registry. `timelines`: where `backend` keeps what it remembers of requests.
     """
     registry = CollectorRegistry() if registry is None else registry
+    timelines = RequestTimelines() if timelines is None else timelines
     metrics = HttpMetrics(registry)
     app = FastAPI(title="pdjax", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Outermost, metrics=metrics)
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _nobody_to_answer)
-    _Endpoints(Service(backend, tokenizer, chat_template, server, metrics), server).install(app)
-    _StatusEndpoints(backend, registry).install(app)
+    _Endpoints(Service(backend, tokenizer, chat_template, server, metrics), server, timelines).install(app)
+    _StatusEndpoints(backend, registry, timelines).install(app)
     return app
 
 
 class _Endpoints:
     """What does work on text."""
 
-    def __init__(self, service: Service, server: ServerConfig):
+    def __init__(self, service: Service, server: ServerConfig, timelines: RequestTimelines):
         self._service = service
+        self._timelines = timelines
         self._max_body_bytes = server.max_body_bytes
         self._timeout_s = server.request_timeout_s
 
@@ -64,12 +70,12 @@ class _Endpoints:
     async def completions(self, http: Request) -> Response:
         arrival = self._arrival()
         request = parse_completion(await self._body(http))
-        return await _answer(http, await self._service.complete(request, arrival), request.stream, arrival)
+        return await self._answer(http, await self._service.complete(request, arrival), request.stream, arrival)
 
     async def chat_completions(self, http: Request) -> Response:
         arrival = self._arrival()
         request = parse_chat(await self._body(http))
-        return await _answer(http, await self._service.chat(request, arrival), request.stream, arrival)
+        return await self._answer(http, await self._service.chat(request, arrival), request.stream, arrival)
 
     async def tokenize(self, http: Request) -> Response:
         return _json(await self._service.tokenize(parse_tokenize(await self._body(http))))
@@ -80,6 +86,14 @@ class _Endpoints:
     def _arrival(self) -> Arrival:
         return Arrival(time.perf_counter(), time.time() + self._timeout_s)
 
+    async def _answer(self, http: Request, job: Job, stream: bool, arrival: Arrival) -> Response:
+        self._timelines.arrived(job.head.id, time.perf_counter() - arrival.clock)
+        headers = {"x-request-id": job.head.id}
+        if stream:
+            return EventStream(job.chunks(), arrival.time_left_s, headers)
+        body = await while_connected(http.receive, job.whole(), arrival.time_left_s)
+        return Response(body, headers=headers, media_type="application/json")
+
     async def _body(self, http: Request) -> Any:
         return await read_json(http.scope, http.receive, self._max_body_bytes, self._timeout_s)
 
@@ -87,8 +101,9 @@ class _Endpoints:
 class _StatusEndpoints:
     """What only looks."""
 
-    def __init__(self, backend: Backend, registry: CollectorRegistry):
+    def __init__(self, backend: Backend, registry: CollectorRegistry, timelines: RequestTimelines):
         self._backend = backend
+        self._timelines = timelines
         self._registry = registry
         self._created = int(time.time())
 
@@ -98,6 +113,7 @@ class _StatusEndpoints:
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/v1/requests/{request_id}/timeline", self.timeline, methods=["GET"])
 
     async def models(self) -> Response:
         return _json(ModelList(data=[self._model()]))
@@ -121,17 +137,24 @@ class _StatusEndpoints:
     async def metrics(self) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    async def timeline(self, request_id: str) -> Response:
+        """What one of the last requests went through; the id is that of its answer."""
+        record = self._timelines.find(request_id)
+        if record is None:
+            raise RequestNotFound(request_id)
+        picture = view(record)
+        return _json(Timeline(picture, trace(picture)))
+
     def _model(self) -> Model:
         card = self._backend.model_card()
         return Model(id=card.name, created=self._created, max_model_len=card.max_context_tokens)
 
 
-async def _answer(http: Request, job: Job, stream: bool, arrival: Arrival) -> Response:
-    headers = {"x-request-id": job.head.id}
-    if stream:
-        return EventStream(job.chunks(), arrival.time_left_s, headers)
-    body = await while_connected(http.receive, job.whole(), arrival.time_left_s)
-    return Response(body, headers=headers, media_type="application/json")
+class Timeline(msgspec.Struct, frozen=True):
+    """`trace` is the same again, as a trace file for Perfetto or Chrome."""
+
+    timeline: RequestView
+    trace: dict[str, Any]
 
 
 def _json(message: msgspec.Struct) -> Response:

@@ -40,6 +40,13 @@ class ModelNotFound(InvalidField):
         super().__init__(f"model {wanted[:100]!r} does not exist here; this server has {served!r}", "model", "model_not_found")
 
 
+class RequestNotFound(InvalidField):
+    """Nothing is remembered of the request whose timeline was asked for."""
+
+    def __init__(self, request_id: str):
+        super().__init__(f"no request {request_id[:100]!r} is remembered; only the last ones are", "id", "request_not_found")
+
+
 class BodyTooLarge(InvalidField):
     """The request body exceeds `server.max_body_bytes`."""
 
@@ -108,7 +115,7 @@ def _reply(
 
 
 def _bad_request(error: BadRequest) -> ErrorReply:
-    status = 404 if isinstance(error, ModelNotFound) else 413 if isinstance(error, BodyTooLarge) else 400
+    status = 404 if isinstance(error, ModelNotFound | RequestNotFound) else 413 if isinstance(error, BodyTooLarge) else 400
     code = error.code if isinstance(error, InvalidField) else None
     return _reply(status, "invalid_request_error", code, str(error), error.param)
 

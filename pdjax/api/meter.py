@@ -19,6 +19,7 @@ class Meter:
         self._n = n
         self._arrived = arrived
         self._last_token = [0.0] * (len(prompt_tokens) * n)
+        self._handed_off = [False] * (len(prompt_tokens) * n)
         self._generated = 0
         self._cached: list[int | None] = [None] * (len(prompt_tokens) * n)
 
@@ -48,6 +49,9 @@ class Meter:
         self._metrics.generated_tokens.inc()
         if self._last_token[index]:
             self._metrics.itl.observe(now - self._last_token[index])
+            if not self._handed_off[index]:
+                self._metrics.handoff.observe(now - self._last_token[index])
+                self._handed_off[index] = True
         else:
             self._metrics.ttft.observe(now - self._arrived)
         self._last_token[index] = now

@@ -70,6 +70,11 @@ class Sample(NamedTuple):
         """First to second token; None where there was only one."""
         return self.itl_s[0] if self.itl_s else None
 
+    @property
+    def steady_itl_s(self) -> tuple[float, ...]:
+        """The gaps behind the hand-off."""
+        return self.itl_s[1:]
+
 
 def parse_url(url: str) -> Endpoint:
     """Raises ValueError where `url` is not http(s)://HOST[:PORT][/PREFIX]. A prefix of /v1 is understood as the server's root."""
@@ -81,11 +86,16 @@ def parse_url(url: str) -> Endpoint:
     return Endpoint(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), is_tls)
 
 
+async def get(endpoint: Endpoint, path: str, timeout_s: float) -> tuple[int, bytes]:
+    """Status and body. Raises RequestFailed where there is no whole answer."""
+    with _failures_named(timeout_s):
+        async with asyncio.timeout(timeout_s), _exchange(endpoint, "GET", path, b"") as (status, body):
+            return status, await _read_all(body)
+
+
 async def model_name(endpoint: Endpoint, timeout_s: float) -> str:
     """The first model that the server lists. Raises RequestFailed."""
-    with _failures_named(timeout_s):
-        async with asyncio.timeout(timeout_s), _exchange(endpoint, "GET", "/v1/models", b"") as (status, body):
-            data = await _read_all(body)
+    status, data = await get(endpoint, "/v1/models", timeout_s)
     if status != 200:
         raise RequestFailed(f"HTTP {status}: {_shown(data)}")
     try:

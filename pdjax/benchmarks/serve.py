@@ -104,7 +104,7 @@ async def _run_length(
     settings: ServeSettings, endpoint: Endpoint, model: str, prompt_tokens: int, on_request: OnRequest, clock: Clock
 ) -> Measured:
     prompts = make_prompts(settings, prompt_tokens)
-    warm_up, *requests = [_request(model, next(prompts), settings.out) for _ in range(settings.requests + 1)]
+    warm_up, *requests = [completion_request(model, next(prompts), settings.out) for _ in range(settings.requests + 1)]
     samples: list[Sample] = []
     errors: Counter[str] = Counter()
 
@@ -129,7 +129,8 @@ async def _run_length(
     return Measured(prompt_tokens, samples, errors, clock() - start_s)
 
 
-def _request(model: str, prompt: list[int], out: int) -> bytes:
+def completion_request(model: str, prompt: list[int], out: int) -> bytes:
+    """The body of a greedy, streamed request for exactly `out` tokens."""
     return json.dumps(
         {
             "model": model,

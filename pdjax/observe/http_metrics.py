@@ -20,6 +20,9 @@ class HttpMetrics:
         self.itl = Histogram(
             "pdjax_inter_token_latency_seconds", "time between tokens of a sequence", buckets=ITL_BUCKETS_S, registry=registry
         )
+        self.handoff = Histogram(
+            "pdjax_handoff_seconds", "first to second token of a sequence", buckets=ITL_BUCKETS_S, registry=registry
+        )
         self.prompt_tokens = Counter("pdjax_prompt_tokens", "prompt tokens of finished sequences", registry=registry)
         self.cached_tokens = Counter("pdjax_cached_prompt_tokens", "of these, taken from a prefix cache", registry=registry)
         self.generated_tokens = Counter("pdjax_generated_tokens", "output tokens", registry=registry)

@@ -30,7 +30,8 @@ from pdjax.router.router import ModelIdentity, Router
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1
-"""How long open HTTP answers may go on between the order to stop and being cut off."""
+"""How long open answers may go on after the order to stop; then they end with an error, and as long again after that their connections
+are cut."""
 
 MAX_CONNECTIONS = 8192
 """Open HTTP connections, far above any load that the router admits; it keeps file descriptors and memory bounded."""
@@ -67,12 +68,13 @@ async def _serve(
     FleetCollector(registry, lambda: [WorkerReport(each.info.role, each.info.peer.address, each.load) for each in fleet.members()])
     control = ControlServer(roster, config.router.control_host, config.router.control_port)
     control_port = await control.start()
-    app = create_app(router, tokenizer, template, config.server, registry)
+    app = create_app(router, tokenizer, template, config.server, registry, router.timelines)
     try:
         server = _HttpServer(app, config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        stop = _Stop(router, roster, server)
         for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         host, port = listener.getsockname()[:2]
         progress.ready(url=f"http://{host}:{port}", control=f"{config.router.control_host}:{control_port}")
         await serving
@@ -80,6 +82,26 @@ async def _serve(
     finally:
         await control.stop()
         await roster.close()
+
+
+class _Stop:
+    """The order to stop. Answers that are still open after the grace period lose their workers, of which their clients are told."""
+
+    def __init__(self, router: Router, roster: Roster, server: _HttpServer):
+        self._router = router
+        self._roster = roster
+        self._server = server
+        self._ending: asyncio.Task[None] | None = None
+
+    def __call__(self) -> None:
+        self._router.close()
+        self._server.stop()
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end_answers())
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(STOP_GRACE_S)
+        await self._roster.close()
 
 
 class _HttpServer(uvicorn.Server):
@@ -95,7 +117,7 @@ class _HttpServer(uvicorn.Server):
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=STOP_GRACE_S,
+                timeout_graceful_shutdown=2 * STOP_GRACE_S,
             )
         )
 

@@ -31,10 +31,12 @@ class Merge:
 
     `num_prior` output tokens were given by earlier attempts. With prefill, decode's own tokens start at `num_prior + 1`; they may
     arrive before prefill's token and wait for it here (at most `max_tokens` of them). After `outcome` is set nothing is taken any more.
+    `last_words`: the event with which each side ended, by the side's name.
     """
 
     def __init__(self, num_prior: int, max_tokens: int, has_prefill: bool):
         self.outcome: Ended | Broken | None = None
+        self.last_words: dict[str, Finished | Failed] = {}
         self._first = num_prior
         self._next = num_prior
         self._max_tokens = max_tokens
@@ -65,6 +67,8 @@ class Merge:
         """Take one event; returns the tokens that are next in the answer because of it."""
         if self.outcome is not None:
             return []
+        if not isinstance(event, Tokens):
+            self.last_words[side.value] = event
         match event:
             case Tokens():
                 ready = self._take_tokens(side, event.tokens)

@@ -16,6 +16,7 @@ from pdjax.api.backend import Backend, ModelCard
 from pdjax.config.schema import RouterConfig
 from pdjax.errors import BadRequest, DeadlineExceeded, NoWorker, OverCapacity, WorkerFailed
 from pdjax.observe.router_metrics import RouterStats
+from pdjax.observe.timelines import RequestTimelines
 from pdjax.protocol import Event, Failed, Finished, Sampling, TokenOut, Tokens
 from pdjax.router.attempt import Attempt
 from pdjax.router.fleet import Fleet, Health, Role
@@ -63,7 +64,7 @@ class Backoff(NamedTuple):
 
 
 class Router(Backend):
-    """Owns the sequences in flight; membership and connections belong to `roster`.
+    """Owns the sequences in flight and the `timelines` of the last ones; membership and connections belong to `roster`.
 
     `rng` draws rooms and jitter. The default cannot be guessed; a seeded one makes a run repeatable.
     """
@@ -85,6 +86,8 @@ class Router(Backend):
         self._backoff = backoff
         self._policy = PairPolicy(roster.fleet)
         self._in_flight = 0
+        self.timelines = RequestTimelines()
+        self._is_closing = False
         watch_fleet(stats, roster.fleet)
 
     @property
@@ -107,7 +110,15 @@ class Router(Backend):
 
     def is_ready(self) -> bool:
         """Whether a decode worker is well and the next sequence would be taken."""
-        return self._in_flight < self._config.max_in_flight and self._roster.fleet.is_ready()
+        return not self._is_closing and self._in_flight < self._config.max_in_flight and self._roster.fleet.is_ready()
+
+    def close(self) -> None:
+        """Take no more, and try nothing again: what breaks from now on ends with NoWorker at once."""
+        self._is_closing = True
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise NoWorker("the server is shutting down")
 
     async def generate(
         self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float
@@ -116,8 +127,9 @@ class Router(Backend):
         self._admit()
         finished: Finished | None = None
         outcome = "internal"
+        record = self.timelines.begin(request_id)
         try:
-            sequence = Sequence(request_id, prompt, sampling, deadline_s, self._config.max_attempts)
+            sequence = Sequence(record, prompt, sampling, deadline_s, self._config.max_attempts)
             async with aclosing(self._answer(sequence)) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
@@ -131,11 +143,13 @@ class Router(Backend):
         finally:
             self._in_flight -= 1
             self._stats.request_ended(outcome, self._in_flight)
+            record.end(outcome)
         # Everything has been let go by now: a caller that drops the generator here leaves nothing behind.
         assert finished is not None, f"the answer to {request_id} has no end"
         yield finished
 
     def _admit(self) -> None:
+        self._check_open()
         if self._in_flight >= self._config.max_in_flight:
             self._stats.request_ended("over_capacity", self._in_flight)
             raise OverCapacity(f"{self._in_flight} sequences are in flight, the limit is {self._config.max_in_flight}", RETRY_AFTER_S)
@@ -151,10 +165,11 @@ class Router(Backend):
                 self._stats.retried(sequence.last_kind)
             requests = sequence.requests(pair, self._rng.getrandbits(ROOM_BITS))
             merge = Merge(len(sequence.tokens), sequence.sampling.max_tokens, has_prefill=pair.prefill is not None)
+            sequence.record.dispatched(requests.decode.room, _addresses(pair), merge.last_words)
             async with Attempt(self._roster, pair, requests) as attempt:
                 while merge.outcome is None:
                     for token in await self._advance(attempt, merge, until_s):
-                        sequence.tokens.append(token.token)
+                        sequence.gave(token.token)
                         yield token
             sequence.note_cached_tokens(merge.cached_tokens)
             if isinstance(merge.outcome, Ended):
@@ -178,6 +193,7 @@ class Router(Backend):
                 sequence.tried.full.clear()
                 await self._pause(sequence, self._backoff.pause_s(sequence.num_full - 1, self._rng), until_s)
             except NoWorker as error:
+                self._check_open()
                 if not sequence.last_failure:
                     raise
                 if clock() >= give_up_s:
@@ -215,6 +231,7 @@ class Router(Backend):
         self._stats.attempt_failed(outcome.failed.kind, pair.worker(outcome.side).info.peer.address)
         if sequence.complete() is not None:
             return
+        self._check_open()
         sequence.note_failure(pair, outcome)
         if outcome.failed.kind != "over_capacity":
             await self._pause(sequence, self._backoff.pause_s(sequence.num_failed - 1, self._rng), until_s)
@@ -226,6 +243,12 @@ class Router(Backend):
     def _check_deadline(self, sequence: Sequence, until_s: float) -> None:
         if self._roster.fleet.clock() >= until_s:
             raise DeadlineExceeded(f"request {sequence.request_id}: the deadline passed after {sequence.last_failure}")
+
+
+def _addresses(pair: Pair) -> dict[str, str]:
+    """By side, prefill first."""
+    members = {} if pair.prefill is None else {Side.PREFILL: pair.prefill}
+    return {side.value: member.info.peer.address for side, member in {**members, Side.DECODE: pair.decode}.items()}
 
 
 def watch_fleet(stats: RouterStats, fleet: Fleet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdjax.errors import BadRequest, DeadlineExceeded, WorkerFailed
+from pdjax.observe.timelines import SequenceRecord
 from pdjax.protocol import Failed, Finished, Sampling, SequenceRequest
 from pdjax.router.merge import Broken
 from pdjax.router.policy import Pair, Tried
@@ -22,11 +23,12 @@ class Sequence:
     """Owned by one `Router.generate`.
 
     `tokens`: output tokens given to the client so far. `num_failed`: attempts that failed; `num_full`: those that found no room.
-    `last_kind`: the kind of the last failure, None before the first.
+    `last_kind`: the kind of the last failure, None before the first. `record`: its timeline; its id is the sequence's.
     """
 
-    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float, max_attempts: int):
-        self.request_id = request_id
+    def __init__(self, record: SequenceRecord, prompt: list[int], sampling: Sampling, deadline_s: float, max_attempts: int):
+        self.record = record
+        self.request_id = record.sequence_id
         self.prompt = list(prompt)
         self.sampling = sampling
         self.deadline_s = deadline_s
@@ -43,6 +45,12 @@ class Sequence:
     def is_last_attempt(self) -> bool:
         """Whether the attempt to come is the last after others have failed; then nothing is left to transfer."""
         return 0 < self.num_failed == self.max_attempts - 1
+
+    def gave(self, token: int) -> None:
+        """The client is given `token` now."""
+        self.tokens.append(token)
+        if len(self.tokens) <= 2:
+            self.record.gave_token()
 
     def current_prompt(self) -> list[int]:
         """The client's prompt and every output token given so far: what the next attempt starts from."""

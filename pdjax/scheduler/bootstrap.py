@@ -12,6 +12,7 @@ from typing import Protocol
 from pdjax.protocol import KVPoll, SequenceRequest
 from pdjax.scheduler.faults import NO_FAULTS, FaultHooks
 from pdjax.scheduler.metadata import MetadataSlots
+from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
 
 class Sender(Protocol):
@@ -70,12 +71,14 @@ class BootstrapQueue:
         page_size: int,
         retries: int = 0,
         faults: FaultHooks = NO_FAULTS,
+        recorder: Recorder = NO_RECORDER,
     ):
         self._source = source
         self._metadata = metadata
         self._page_size = page_size
         self._retries = retries
         self._faults = faults
+        self._recorder = recorder
         self._queue: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
@@ -86,11 +89,15 @@ class BootstrapQueue:
 
     def create_sender(self, request: SequenceRequest) -> None:
         """Open the request's room and queue it. Raises ValueError where the room is taken."""
-        self.add(Ticket(request, self._source.create_sender(request.room)))
+        sender = self._source.create_sender(request.room)
+        self._recorder.begin(request.request_id, "bootstrap_queue")
+        self._recorder.open(request.request_id, "bootstrap")
+        self._queue[request.request_id] = Ticket(request, sender)
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a ticket, new or come back after its budget was used up. Its metadata slot is given back."""
+        """Queue a ticket that comes back, after its budget was used up or for want of slots. Its metadata slot is given back."""
         self.maybe_release_metadata_buffer(ticket)
+        self._recorder.mark(ticket.request_id, "bootstrap_queue")
         self._queue[ticket.request_id] = ticket
 
     def pop(self, request_id: str) -> Ticket:
@@ -109,7 +116,7 @@ class BootstrapQueue:
             if state == KVPoll.FAILED:
                 failed.append(self.pop(ticket.request_id))
             elif state > KVPoll.BOOTSTRAPPING and self.finalize_bootstrap(ticket):
-                ready.append(self.pop(ticket.request_id))
+                ready.append(self._pop_to_line(ticket))
         return ready, failed
 
     def pop_optimistic(self) -> list[Ticket]:
@@ -117,7 +124,7 @@ class BootstrapQueue:
         hopeful = []
         for ticket in list(self._queue.values()):
             if self.has_retries_left(ticket) and self.poll(ticket) == KVPoll.BOOTSTRAPPING and self.ensure_metadata_buffer(ticket):
-                hopeful.append(self.pop(ticket.request_id))
+                hopeful.append(self._pop_to_line(ticket))
         return hopeful
 
     def num_starved(self) -> int:
@@ -137,7 +144,12 @@ class BootstrapQueue:
         if self.poll(ticket) <= KVPoll.BOOTSTRAPPING or not self.ensure_metadata_buffer(ticket):
             return False
         ticket.next_page = ticket.sender.decode_prefix_tokens // self._page_size
+        self._recorder.close(ticket.request_id, "bootstrap")
         return True
+
+    def reset_prefill_retry_time(self, ticket: Ticket) -> None:
+        """A retry lines up: its time in the waiting line starts anew, and what its last try took stays with that try."""
+        self._recorder.mark(ticket.request_id, "waiting")
 
     def ensure_metadata_buffer(self, ticket: Ticket) -> bool:
         """Whether the ticket holds a metadata slot now."""
@@ -162,3 +174,7 @@ class BootstrapQueue:
         if state not in (KVPoll.FAILED, KVPoll.SUCCESS) and self._faults.fail_poll():
             ticket.sender.fail("failure injected by a test")
         return ticket.sender.poll()
+
+    def _pop_to_line(self, ticket: Ticket) -> Ticket:
+        self._recorder.mark(ticket.request_id, "waiting")
+        return self.pop(ticket.request_id)

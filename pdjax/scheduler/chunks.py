@@ -35,11 +35,12 @@ class Computing:
 
 
 class PrefillPart(NamedTuple):
-    """One sequence's share of a prefill step: tokens `start .. end`. `is_last` samples the token behind them."""
+    """One sequence's share of a prefill step: tokens `start .. end`. `is_last` samples the token behind them. `launched_s`: when."""
 
     seq: Computing
     start: int
     end: int
+    launched_s: float = 0.0
 
     @property
     def is_last(self) -> bool:

@@ -19,6 +19,7 @@ from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.sequence import Answer, answer_end, longest_tokens, refuse_reason
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
 
 class DecodeLimits(NamedTuple):
@@ -34,7 +35,15 @@ class DecodeLimits(NamedTuple):
 class DecodeScheduler:
     """For the engine loop only. `next_prefill` and `next_decode` commit what they give out: the caller launches it at once, in order."""
 
-    def __init__(self, memory: KVMemory, slots: SlotPool, metadata: MetadataSlots, sink: Sink, limits: DecodeLimits):
+    def __init__(
+        self,
+        memory: KVMemory,
+        slots: SlotPool,
+        metadata: MetadataSlots,
+        sink: Sink,
+        limits: DecodeLimits,
+        recorder: Recorder = NO_RECORDER,
+    ):
         self.memory = memory
         self.slots = slots
         self.metadata = metadata
@@ -45,7 +54,8 @@ class DecodeScheduler:
         self._computing: dict[str, Computing] = {}
         self._running: dict[str, Running] = {}
         self._deadlines = Deadlines()
-        self._outcomes = Outcomes()
+        self.recorder = recorder
+        self._outcomes = Outcomes(recorder)
         self.num_admitted = 0
         self.num_retractions = 0
 
@@ -56,6 +66,16 @@ class DecodeScheduler:
     @property
     def num_running(self) -> int:
         return len(self._receiving) + len(self._computing) + len(self._running)
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Sequences by the place where they are. Any thread may ask."""
+        return {
+            "prealloc": self._line.num_new,
+            "retracted": self._line.num_retracted,
+            "receiving": len(self._receiving),
+            "computing": len(self._computing),
+            "running": len(self._running),
+        }
 
     def take_outcomes(self) -> list[Outcome]:
         return self._outcomes.take()
@@ -75,6 +95,7 @@ class DecodeScheduler:
             return self._outcomes.fail(request.request_id, "over_capacity", message, retriable=True)
         self._deadlines.add(request.request_id, request.deadline_s)
         self._line.add(Answer.start(request))
+        self.recorder.begin(request.request_id, "prealloc")
 
     def abort(self, request_id: str, kind: str = "aborted", message: str = "aborted by the client") -> None:
         """End the request wherever it is and free what it holds; no effect on one that has ended."""
@@ -99,6 +120,7 @@ class DecodeScheduler:
                     self._fail_transfer(entry, f"pages {chunk.first_page}..{end} arrived where page {entry.num_pages} was due")
                     break
                 entry.num_pages = end
+                self.recorder.note(entry.answer.request_id, "receive", "receives", chunk.num_pages)
                 yield InstallOrder(entry.lease.pages[chunk.first_page : end], chunk.kv)
 
     def advance(self, now_s: float) -> list[Running]:
@@ -113,7 +135,9 @@ class DecodeScheduler:
     def next_prefill(self) -> list[PrefillPart]:
         """The next local prefill step; empty where no prompt has to be computed here."""
         budget = StepBudget(self.limits.max_step_tokens, self.limits.max_step_seqs)
-        parts = take_chunks(budget, self._computing.values(), self.memory.page_size)
+        now_s = self.recorder.now_s()
+        chunks = take_chunks(budget, self._computing.values(), self.memory.page_size)
+        parts = [part._replace(launched_s=now_s) for part in chunks]
         for part in parts:
             if part.is_last:
                 self._start_local(part.seq)
@@ -129,14 +153,19 @@ class DecodeScheduler:
 
     def settle_prefill(self, part: PrefillPart, token: TokenOut | None) -> None:
         """Take in what a local prefill step sampled; None for chunks that are not the last."""
+        if not part.seq.is_dropped:
+            self.recorder.chunk(part.seq.answer.request_id, part.launched_s, part.end - part.start)
         running = self._running.get(part.seq.answer.request_id)
         # A retracted sequence comes back with an answer object of its own.
         if token is not None and running is not None and running.answer is part.seq.answer:
+            self.recorder.mark(running.answer.request_id, "decode")
             self._take_token(running, token)
 
     def settle_decode(self, part: DecodePart, token: TokenOut) -> None:
         """Take in what a decode step sampled."""
         if not part.seq.is_dropped:
+            if part.token is not None:  # the first step behind a transfer
+                self.recorder.mark(part.seq.answer.request_id, "decode")
             self._take_token(part.seq, token)
 
     def check(self) -> None:
@@ -170,6 +199,7 @@ class DecodeScheduler:
             return False
         cached = lease.num_shared * self.memory.page_size
         self._computing[answer.request_id] = Computing(answer, self._take_slot(), lease, cached, cached)
+        self.recorder.mark(answer.request_id, "forward")
         return True
 
     def _admit_remote(self, answer: Answer) -> bool:
@@ -182,6 +212,7 @@ class DecodeScheduler:
             return False
         request = answer.request
         assert request.prefill is not None
+        self.recorder.mark(request.request_id, "transfer")
         receiver = self.sink.open(request.room, request.prefill, lease.num_shared * self.memory.page_size)
         self._receiving[answer.request_id] = Receiving(answer, receiver, self._take_slot(), metadata_slot, lease, lease.num_shared)
         return True
@@ -210,6 +241,7 @@ class DecodeScheduler:
     def _start_received(self, entry: Receiving, row: MetadataRow) -> Running | None:
         answer = entry.answer
         del self._receiving[answer.request_id]
+        self.recorder.mark(answer.request_id, "decode_queue")
         self.metadata.free(entry.metadata_slot)
         self.memory.publish(entry.lease, answer.tokens)
         running = self._start(answer, entry.slot, entry.lease, row.first_token, row.cached_tokens)
@@ -233,6 +265,8 @@ class DecodeScheduler:
 
     def _launch(self, seq: Running) -> DecodePart:
         part = DecodePart(seq, seq.next_token, seq.position, seq.next_index)
+        if part.token is not None:  # the first step behind a transfer
+            self.recorder.mark(seq.answer.request_id, "first_step")
         seq.position += 1
         seq.next_token = None
         return part
@@ -254,6 +288,7 @@ class DecodeScheduler:
         self.memory.publish(seq.lease, seq.answer.tokens[:num_computed])
         self._free_running(seq)
         self.num_retractions += 1
+        self.recorder.mark(seq.answer.request_id, "retracted")
         self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))
 
     def _take_token(self, seq: Running, token: TokenOut) -> None:

@@ -108,6 +108,14 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._new) + len(self._retracted)
 
+    @property
+    def num_new(self) -> int:
+        return len(self._new)
+
+    @property
+    def num_retracted(self) -> int:
+        return len(self._retracted)
+
     def add(self, answer: Answer) -> None:
         self._new.append(answer)
 

@@ -25,6 +25,7 @@ from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, SendOrder, WaitingLine
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
 
 class PrefillLimits(NamedTuple):
@@ -44,7 +45,16 @@ class PrefillLimits(NamedTuple):
 class PrefillScheduler:
     """For the engine loop only. What gives out sends or steps commits them: the caller carries them out at once, in order."""
 
-    def __init__(self, memory: KVMemory, slots: SlotPool, metadata: MetadataSlots, bootstrap: BootstrapQueue, limits: PrefillLimits):
+    def __init__(
+        self,
+        memory: KVMemory,
+        slots: SlotPool,
+        metadata: MetadataSlots,
+        bootstrap: BootstrapQueue,
+        limits: PrefillLimits,
+        recorder: Recorder = NO_RECORDER,
+    ):
+        """`recorder`: the same as that of `bootstrap`."""
         self.memory = memory
         self.slots = slots
         self.metadata = metadata
@@ -54,7 +64,8 @@ class PrefillScheduler:
         self._outgoing: dict[str, Outgoing] = {}
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
-        self._outcomes = Outcomes()
+        self.recorder = recorder
+        self._outcomes = Outcomes(recorder)
         self.counts = PrefillCounts()
 
     @property
@@ -67,7 +78,18 @@ class PrefillScheduler:
 
     @property
     def num_parked(self) -> int:
-        return sum(outgoing.parked is not None for outgoing in self._outgoing.values())
+        """Any thread may ask."""
+        return sum(outgoing.parked is not None for outgoing in list(self._outgoing.values()))
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Requests by the place where they are. Any thread may ask."""
+        return {
+            "bootstrap": len(self.bootstrap),
+            "waiting": len(self._line),
+            "parked": self.num_parked,
+            "outgoing": len(self._outgoing),
+            "delivering": len(self._delivering),
+        }
 
     def take_outcomes(self) -> list[Outcome]:
         return self._outcomes.take()
@@ -123,7 +145,8 @@ class PrefillScheduler:
         parts = take_chunks(budget, (outgoing.seq for outgoing in self._outgoing.values()), self.memory.page_size)
         while not budget.is_spent and (seq := self._admit()):
             parts += take_chunks(budget, [seq], self.memory.page_size)
-        return parts
+        now_s = self.recorder.now_s()
+        return [part._replace(launched_s=now_s) for part in parts]
 
     def maybe_send_cached_prefix_chunk(self, parts: Sequence[PrefillPart]) -> Iterator[SendOrder]:
         """Full pages of the sequences of a step that are in the pool before it: to be gathered before the step is launched.
@@ -132,21 +155,25 @@ class PrefillScheduler:
         """
         for part in parts:
             outgoing = self._outgoing[part.seq.answer.request_id]
-            for order in self._sends_until(outgoing, part.start // self.memory.page_size):
+            for order in self._sends_until(outgoing, part.start // self.memory.page_size, "early_send"):
                 self.counts.early_sent_pages += len(order.pages)
                 yield order
 
     def sends(self) -> Iterator[SendOrder]:
         """Pages whose computation has been dispatched and that a sender has room for. A partial last page waits for the last chunk."""
         for outgoing in self._outgoing.values():
-            yield from self._sends_until(outgoing, self._num_sendable_pages(outgoing.seq))
+            name = "last_send" if outgoing.seq.is_launched else "send"
+            yield from self._sends_until(outgoing, self._num_sendable_pages(outgoing.seq), name)
 
     def settle(self, part: PrefillPart, token: TokenOut | None) -> None:
         """Take in the result of a step: `token` is what the last chunk sampled, None for the other chunks.
 
         Before anything comes of it bootstrap is looked at once more.
         """
-        if part.seq.is_dropped or token is None:
+        if part.seq.is_dropped:
+            return
+        self.recorder.chunk(part.seq.answer.request_id, part.launched_s, part.end - part.start)
+        if token is None:
             return
         outgoing = self._outgoing[part.seq.answer.request_id]
         self._look_at_outgoing(outgoing)
@@ -160,6 +187,7 @@ class PrefillScheduler:
             self._retry(outgoing)
         else:
             outgoing.parked = token
+            self.recorder.mark(outgoing.ticket.request_id, "parked")
 
     def finish_sends(self) -> None:
         """Where every page has been handed over and the first token is known: send the metadata row, free pages and request slot."""
@@ -168,6 +196,7 @@ class PrefillScheduler:
             if not outgoing.has_row or (ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq):
                 continue
             assert ticket.metadata_slot is not None, f"{request_id} has a row and no slot"
+            self.recorder.open(request_id, "transfer")  # has begun with the first page, if there was one
             ticket.sender.finish(self.metadata.read(ticket.metadata_slot).to_bytes())
             self._free_computing(outgoing)
             self._delivering[request_id] = ticket
@@ -207,13 +236,16 @@ class PrefillScheduler:
             self.counts.cached_tokens += cached
         seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached)
         self._outgoing[ticket.request_id] = Outgoing(ticket, seq)
+        self.recorder.mark(ticket.request_id, "forward")
         return seq
 
-    def _sends_until(self, outgoing: Outgoing, end: int) -> Iterator[SendOrder]:
-        """Chunks of the pages before `end` that have not been handed over, as far as the sender has room."""
+    def _sends_until(self, outgoing: Outgoing, end: int, name: str) -> Iterator[SendOrder]:
+        """Chunks of the pages before `end` that have not been handed over, as far as the sender has room. `name`: in the timeline."""
         ticket = outgoing.ticket
         while ticket.next_page is not None and ticket.next_page < end and ticket.sender.can_send():
             first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)
+            self.recorder.open(ticket.request_id, "transfer")
+            self.recorder.note(ticket.request_id, name, "sends", ticket.next_page - first)
             yield SendOrder(ticket.sender, first, outgoing.seq.lease.pages[first : ticket.next_page])
 
     def _num_sendable_pages(self, seq: Computing) -> int:
@@ -274,6 +306,7 @@ class PrefillScheduler:
         ticket = outgoing.ticket
         if ticket.is_bootstrapped or self.bootstrap.has_retries_left(ticket):
             self._line.put_back(ticket)
+            self.bootstrap.reset_prefill_retry_time(ticket)
         else:
             self.bootstrap.add(ticket)
 
@@ -283,6 +316,7 @@ class PrefillScheduler:
         seq.is_dropped = True
         self._free_computing(outgoing)
         outgoing.ticket.num_retries += 1
+        self.recorder.note(outgoing.ticket.request_id, "retry", "retries", 1)
         self.counts.retries += 1
 
     def _commit(self, outgoing: Outgoing, token: TokenOut) -> None:
@@ -295,6 +329,7 @@ class PrefillScheduler:
             return
         assert ticket.metadata_slot is not None, f"{request.request_id} is computed and has no metadata slot"
         self.metadata.write(ticket.metadata_slot, _metadata_row(request, token, ticket.num_cached or 0))
+        self.recorder.mark(request.request_id, "delivering")
         outgoing.has_row = True
 
     def _end_with_first_token(self, outgoing: Outgoing, token: TokenOut, end: str) -> None:

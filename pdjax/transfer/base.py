@@ -6,19 +6,21 @@ blocks. A transport's own threads move the bytes and call `wake` (given at const
 queue that the loop looks at has changed.
 
 Chunks travel in prompt order. A chunk is an array `[n, layers, page_size, 2 * kv_heads, head_dim]` (page-major, so that the first
-k pages are contiguous) of which the first `num_pages` rows count; rows behind them are padding and are not moved.
+k pages are contiguous) of which the first `num_pages` rows count; rows behind them are padding and need not be moved.
 """
 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
-from typing import NamedTuple
-
-import jax
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdjax.protocol import KVPoll, Layout, Peer
 from pdjax.transfer.rooms import Counters
+
+if TYPE_CHECKING:  # the rules of a room need no device: the simulation runs them without jax
+    import jax
 
 Wake = Callable[[], None]
 
@@ -38,7 +40,7 @@ class KVSender(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> KVPoll:
-        """The room's state. The deadline of a stalled link is applied here; a wait for the announcement is ended by the caller (`fail`)."""
+        """The room's state; deadlines are applied here."""
 
     @property
     @abc.abstractmethod
@@ -135,18 +137,33 @@ class KVSink(abc.ABC):
         """Abort what is open and stop every thread of the transport."""
 
 
+class Emulation(NamedTuple):
+    """A slower link than there is, for measurements. The defaults are the link as it is, at no cost.
+
+    `bytes_per_s`: what leaves one prefill worker, over all rooms. `announce_delay_s`: between a receiver's creation and its announcement.
+    """
+
+    bytes_per_s: float | None = None
+    announce_delay_s: float = 0.0
+
+
 class TransferLimits(NamedTuple):
     """Bounds of one transport.
 
-    `bootstrap_timeout_s`: how long an announcement waits for its sender, and a receiver for its answer. A sender waits for its
-    announcement until its caller ends it: decode announces when it has room, and how long that takes is no matter of the link.
+    `bootstrap_timeout_s`: how long an announcement waits for its sender, and a receiver for its answer.
     `stall_timeout_s`: how long an accepted room may make no progress while the other side owes it something.
+    `hold_timeout_s`: how long a receiver may hold the link back because its engine takes no chunks.
+    `announce_timeout_s`: how long a sender waits for its announcement. Decode announces when it has room, and how long that takes is no
+    matter of the link: callers end the wait at the request's deadline (`fail`), and this limit stands behind them.
     """
 
     max_chunks_in_flight: int = 2
     bootstrap_timeout_s: float = 30.0
     stall_timeout_s: float = 10.0
     max_unclaimed_announcements: int = 1024
+    hold_timeout_s: float = 30.0
+    announce_timeout_s: float = math.inf
+    emulation: Emulation = Emulation()
 
 
-__all__ = ["KVReceiver", "KVSender", "KVSink", "KVSource", "Layout", "ReceivedChunk", "TransferLimits", "Wake"]
+__all__ = ["Emulation", "KVReceiver", "KVSender", "KVSink", "KVSource", "Layout", "ReceivedChunk", "TransferLimits", "Wake"]

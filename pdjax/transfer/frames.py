@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pdjax.protocol import KV_FRAME_BYTES, Accepted, ChunkData, ChunkHead, ChunkLast, Layout, Refused, SendFailed
+from pdjax.protocol import KV_FRAME_BYTES, Accepted, ChunkData, ChunkHead, ChunkLast, ChunkOffer, Layout, Refused, SendFailed
 from pdjax.transfer.rooms import FailureKind, RoomFault
 from pdjax.transfer.sender import OutboundChunk
 
@@ -26,7 +26,7 @@ class DataView(msgspec.Struct, frozen=True, tag="data"):
     payload: memoryview
 
 
-ArrivingFrame = Accepted | Refused | ChunkHead | DataView | ChunkLast | SendFailed
+ArrivingFrame = Accepted | Refused | ChunkHead | DataView | ChunkOffer | ChunkLast | SendFailed
 
 
 class PageForm(NamedTuple):

@@ -1,29 +1,29 @@
-"""The receiving half of the gRPC transport: from the frames of one server stream to verified arrays on the device."""
+"""The receiving half of a control stream: from the frames of one server stream to verified arrays on the device.
+
+How a chunk that a frame announces gets here is the business of a `Lander`: out of the stream itself (`grpc_bytes`), or beside it
+(`jax_receive`).
+"""
 
 from __future__ import annotations
 
+import abc
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
-import jax
 import msgspec
-import numpy as np
 
 from pdjax import rpc
-from pdjax.protocol import Accepted, Announce, ChunkHead, ChunkLast, Peer, Refused, SendFailed
+from pdjax.protocol import Accepted, Announce, ChunkHead, ChunkLast, ChunkOffer, ChunkPulled, KVFrame, Peer, Refused, SendFailed
 from pdjax.transfer.base import ReceivedChunk
-from pdjax.transfer.frames import ArrivingFrame, ChunkBuffer, PageForm
+from pdjax.transfer.frames import ArrivingFrame, PageForm
 from pdjax.transfer.grpc_channels import ChannelCache
 from pdjax.transfer.receiver import Intake, RoomReceiver
-from pdjax.transfer.rooms import Counters, FailureKind, RoomFault
+from pdjax.transfer.rooms import FailureKind, RoomFault
 
 log = logging.getLogger(__name__)
 
@@ -31,49 +31,53 @@ _TRAILING_S = 5.0  # for the end of a stream whose last frame has been read
 _decode_frame = rpc.decoder(ArrivingFrame)
 
 
-class Landing(NamedTuple):
-    """What the receiver's engine wants a chunk to become.
+class RoomFrames:
+    """Reads the frames of one room, with the receiver's stall clock running while it waits."""
 
-    `to_device`: host array `[n, layers, page_size, 2 * kv_heads, head_dim]` -> the same on the device; called in the transport's
-    thread, may keep the host array. `page_buckets`: the values of n, rising; a chunk is padded with zeros to the next one, and none is
-    larger than the last.
-    """
+    def __init__(self, receiver: RoomReceiver, source: Peer, channel: grpc.aio.Channel, call: grpc.aio.UnaryStreamCall) -> None:
+        self.receiver = receiver
+        self.source = source
+        self._channel = channel
+        self._call = call
 
-    to_device: Callable[[np.ndarray], jax.Array]
-    page_buckets: tuple[int, ...]
-
-
-class Lander:
-    """Verifies chunks and brings them to the device, in a thread of its own, in the order they came."""
-
-    def __init__(self, page: PageForm, landing: Landing, counters: Counters) -> None:
-        self.page = page
-        self._landing = landing
-        self._counters = counters
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kv-receive-copy")
-
-    def buffer(self, head: ChunkHead) -> ChunkBuffer:
-        return ChunkBuffer(head, self.page, self._landing.page_buckets)
-
-    async def land(self, buffer: ChunkBuffer) -> ReceivedChunk:
-        """Raises RoomFault where the chunk is damaged or the device fails."""
-        return await asyncio.wrap_future(self._pool.submit(self._land, buffer))
-
-    def close(self) -> None:
-        """Waits for the copy that runs."""
-        self._pool.shutdown(wait=True)
-
-    def _land(self, buffer: ChunkBuffer) -> ReceivedChunk:
-        started_s = time.monotonic()
-        buffer.verify()
+    async def next(self) -> ArrivingFrame:
+        """Raises RoomFault where the stream ends or holds something else than a frame, AioRpcError where it breaks."""
+        self.receiver.awaits_sender()
+        message = await self._call.read()
+        self.receiver.heard_sender()
+        if message is grpc.aio.EOF:
+            raise RoomFault(FailureKind.PROTOCOL, "the stream ended before its last frame")
         try:
-            # Wait here: an array whose copy failed reports ready too, and only waiting for it raises.
-            kv = jax.block_until_ready(self._landing.to_device(buffer.rows_host))
-        except Exception as error:  # whatever the device reports ends this room only
-            raise RoomFault(FailureKind.DEVICE, f"copying a chunk to the device failed: {error}") from error
-        assert kv.shape == buffer.rows_host.shape, f"to_device made {kv.shape} of {buffer.rows_host.shape}"
-        self._counters.copied(time.monotonic() - started_s)
-        return ReceivedChunk(buffer.head.first_page, buffer.head.num_pages, kv)
+            return _decode_frame(message)
+        except msgspec.MsgspecError as error:
+            raise RoomFault(FailureKind.PROTOCOL, f"frame of {len(message)} bytes is not a KVFrame: {error}") from error
+
+    async def trailing(self) -> None:
+        """Let the stream end by itself: a cancellation could reach the sender before it knows that the last frame has left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TRAILING_S):
+                await self._call.read()
+
+    async def acknowledge(self, offer: ChunkOffer) -> None:
+        """Tell the sender that an offered chunk is here. Raises AioRpcError where it cannot be told."""
+        self.receiver.awaits_sender()
+        pulled = ChunkPulled(self.receiver.room, offer.uuid)
+        await self._channel.unary_unary(rpc.PULLED_KV, request_serializer=rpc.encode)(pulled)
+        self.receiver.heard_sender()
+
+
+class Lander(abc.ABC):
+    """Brings chunks to the device. `transport`: what both sides must agree on."""
+
+    transport: str
+
+    @abc.abstractmethod
+    async def land(self, opening: ChunkHead | ChunkOffer, frames: RoomFrames) -> ReceivedChunk:
+        """The verified chunk that `opening` announces. Raises RoomFault where it is damaged, does not come, or the device fails."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop every thread. Waits for those that run."""
 
 
 class RoomFetch(Intake):
@@ -87,18 +91,24 @@ class RoomFetch(Intake):
         channels: ChannelCache,
         lander: Lander,
         max_chunks: int,
+        before: Callable[[], Awaitable[None]],
     ) -> None:
+        """`before` is awaited before the room is announced."""
         self.receiver = receiver
+        self._before = before
         self._announce = announce
         self._source = source
         self._channels = channels
         self._lander = lander
         self._places = asyncio.Semaphore(max_chunks)
-        self._next_page = announce.decode_prefix_tokens // announce.layout.page_size
-        self._first_page = self._next_page
+        self._next_page = self._first_page
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = threading.Event()
+
+    @property
+    def _first_page(self) -> int:
+        return self._announce.decode_prefix_tokens // self._announce.layout.page_size
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -134,10 +144,11 @@ class RoomFetch(Intake):
     async def _run(self) -> None:
         where = f"room {self.receiver.room} from prefill worker {self._source.address}"
         try:
+            await self._before()
             async with self._channels.lease(self._source) as channel:
                 call = channel.unary_stream(rpc.FETCH_KV, request_serializer=rpc.encode)(self._announce)
                 try:
-                    await self._read(call)
+                    await self._read(RoomFrames(self.receiver, self._source, channel, call))
                 finally:
                     call.cancel()
         except RoomFault as fault:
@@ -148,69 +159,58 @@ class RoomFetch(Intake):
             log.exception("%s failed", where)
             self.receiver.end(FailureKind.INTERNAL, f"{where}: {error}")
 
-    async def _read(self, call: grpc.aio.UnaryStreamCall) -> None:
-        self._check_answer(await self._next_frame(call))
+    async def _read(self, frames: RoomFrames) -> None:
+        self._check_answer(await frames.next())
         self.receiver.accepted()
         while True:
-            frame = await self._next_frame(call)
-            if isinstance(frame, ChunkHead):
-                await self._read_chunk(call, frame)
+            frame = await frames.next()
+            if isinstance(frame, ChunkHead | ChunkOffer):
+                await self._read_chunk(frames, frame)
             elif isinstance(frame, ChunkLast):
-                await self._finish(call, frame)
+                self._finish(frame)
+                await frames.trailing()
                 return
             elif isinstance(frame, Accepted):
                 self._check_answer(frame)
             else:
-                raise _unexpected(frame, "between chunks")
+                raise unexpected(frame, "between chunks")
 
     def _check_answer(self, frame: ArrivingFrame) -> None:
         if isinstance(frame, Refused):
             raise RoomFault(FailureKind.REFUSED, f"refused: {frame.message}")
         if not isinstance(frame, Accepted):
-            raise _unexpected(frame, "as the answer to the announcement")
+            raise unexpected(frame, "as the answer to the announcement")
         if frame.instance_id != self._source.instance_id:
             raise RoomFault(
                 FailureKind.REJECTED, f"worker was replaced: {self._source.instance_id!r} was asked, {frame.instance_id!r} answered"
             )
 
-    async def _read_chunk(self, call: grpc.aio.UnaryStreamCall, head: ChunkHead) -> None:
-        if head.first_page != self._next_page:
-            raise RoomFault(FailureKind.PROTOCOL, f"chunk starts at page {head.first_page}, page {self._next_page} was next")
+    async def _read_chunk(self, frames: RoomFrames, opening: ChunkHead | ChunkOffer) -> None:
+        if opening.first_page != self._next_page:
+            raise RoomFault(FailureKind.PROTOCOL, f"chunk starts at page {opening.first_page}, page {self._next_page} was next")
         await self._places.acquire()  # holds the link back, and no clock runs, until the engine has taken a chunk
-        buffer = self._lander.buffer(head)
-        while not buffer.is_full:
-            frame = await self._next_frame(call)
-            if isinstance(frame, (Accepted, Refused, ChunkHead, ChunkLast, SendFailed)):
-                raise _unexpected(frame, "inside a chunk")
-            buffer.write(frame.payload)
-        chunk = await self._lander.land(buffer)
-        self._next_page += head.num_pages
+        self.receiver.meter.began()
+        num_bytes = 0
+        try:
+            chunk = await self._lander.land(opening, frames)
+            num_bytes = opening.num_pages * PageForm.of(self._announce.layout).num_bytes
+        finally:
+            self.receiver.meter.moved(num_bytes)
+        self._next_page += opening.num_pages
         self.receiver.deliver(chunk)
-        self.receiver.counters.received(head.num_bytes)
+        self.receiver.counters.received(num_bytes)
+        if isinstance(opening, ChunkOffer):
+            await frames.acknowledge(opening)
 
-    async def _finish(self, call: grpc.aio.UnaryStreamCall, last: ChunkLast) -> None:
+    def _finish(self, last: ChunkLast) -> None:
         num_pages = self._next_page - self._first_page
         if last.num_pages != num_pages:
             raise RoomFault(FailureKind.PROTOCOL, f"{num_pages} pages have come, {last.num_pages} were sent")
         self.receiver.complete(last.metadata)
-        # Let the stream end by itself: a cancellation now could reach the sender before it knows that the last frame has left.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TRAILING_S):
-                await call.read()
-
-    async def _next_frame(self, call: grpc.aio.UnaryStreamCall) -> ArrivingFrame:
-        self.receiver.awaits_sender()
-        message = await call.read()
-        self.receiver.heard_sender()
-        if message is grpc.aio.EOF:
-            raise RoomFault(FailureKind.PROTOCOL, "the stream ended before its last frame")
-        try:
-            return _decode_frame(message)
-        except msgspec.MsgspecError as error:
-            raise RoomFault(FailureKind.PROTOCOL, f"frame of {len(message)} bytes is not a KVFrame: {error}") from error
 
 
-def _unexpected(frame: ArrivingFrame, where: str) -> RoomFault:
+def unexpected(frame: KVFrame | ArrivingFrame, where: str) -> RoomFault:
+    """The fault of a frame that does not belong where it came."""
     if isinstance(frame, SendFailed):
         return RoomFault(FailureKind.PEER_FAILED, frame.message)
     return RoomFault(FailureKind.PROTOCOL, f"unexpected {type(frame).__name__} {where}")

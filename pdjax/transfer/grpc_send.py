@@ -1,22 +1,26 @@
-"""The sending half of the gRPC transport: from the engine loop's chunks to the frames of one server stream."""
+"""The sending half of a control stream: from the engine loop's items to the frames of one server stream.
+
+How chunks leave is the business of a `Carrier`: in the stream itself (`grpc_bytes`), or beside it (`jax_send`).
+"""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import collections
 import concurrent.futures
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from pdjax.protocol import Accepted, ChunkLast, KVFrame, SendFailed
+import grpc
+
+from pdjax.protocol import Accepted, Announce, ChunkLast, KVFrame, SendFailed
 from pdjax.transfer.base import TransferLimits
-from pdjax.transfer.frames import HostChunk, PageForm, data_frames, to_host
-from pdjax.transfer.rooms import Counters
 from pdjax.transfer.sender import OutboundChunk, Outlet, RoomSender
 
-_COPY_THREADS = 2  # one waits for the device while the other takes a checksum
+_WORK_THREADS = 2  # one waits for the device while the other takes a checksum
 _MAX_SIGN_OF_LIFE_S = 1.0
 
 
@@ -30,6 +34,8 @@ class Failure(NamedTuple):
 
 Item = RoomSender | OutboundChunk | Last | Failure
 Write = Callable[[KVFrame], Awaitable[None]]
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class LoopOutlet(Outlet):
@@ -107,100 +113,166 @@ class LoopOutlet(Outlet):
             return True
 
 
-class HostCopier:
-    """Copies chunks to the host and takes checksums, in threads of its own: both take too long for an event loop."""
+class Preparation(NamedTuple, Generic[T]):
+    """A chunk on its way through `Preparer`. Whoever has it calls `end` once, whatever became of it."""
 
-    def __init__(self, page: PageForm, counters: Counters) -> None:
-        self._page = page
-        self._counters = counters
-        self._pool = concurrent.futures.ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kv-send-copy")
+    sender: RoomSender
+    result: concurrent.futures.Future[T]
 
-    def start(self, chunk: OutboundChunk) -> concurrent.futures.Future[HostChunk]:
-        return self._pool.submit(self._copy, chunk)
+    def end(self, moved_bytes: int) -> None:
+        """Let go of the chunk as soon as no thread holds it; `moved_bytes` of it are on the other side."""
+        self.result.cancel()
+        self.result.add_done_callback(lambda result: self._let_go(result, moved_bytes))
+
+    def _let_go(self, result: concurrent.futures.Future[T], moved_bytes: int) -> None:
+        if not result.cancelled() and result.exception() is None:
+            self.sender.meter.moved(moved_bytes)
+        self.sender.chunk_left()
+
+
+class Preparer(Generic[T]):
+    """Waits until chunks are computed and makes them ready to leave, in threads of its own: both take too long for an event loop."""
+
+    def __init__(self, work: Callable[[OutboundChunk], T]) -> None:
+        """`work` gets a chunk that has been computed; it may raise."""
+        self._work = work
+        self._pool = concurrent.futures.ThreadPoolExecutor(_WORK_THREADS, thread_name_prefix="kv-send-copy")
+
+    def start(self, sender: RoomSender, chunk: OutboundChunk) -> Preparation[T]:
+        return Preparation(sender, self._pool.submit(self._prepare, sender, chunk))
 
     def close(self) -> None:
-        """Waits for the copies that run."""
+        """Waits for the work that runs."""
         self._pool.shutdown(wait=True)
 
-    def _copy(self, chunk: OutboundChunk) -> HostChunk:
+    def _prepare(self, sender: RoomSender, chunk: OutboundChunk) -> T:
+        """Raises what the chunk's computation raised."""
         chunk.kv.block_until_ready()
         started_s = time.monotonic()
-        host_chunk = to_host(chunk, self._page)
-        self._counters.copied(time.monotonic() - started_s)
-        return host_chunk
+        sender.meter.began()
+        try:
+            result = self._work(chunk)
+        except BaseException:
+            sender.meter.dropped()
+            raise
+        sender.counters.copied(time.monotonic() - started_s)
+        return result
+
+
+class RoomWriter:
+    """Writes to the stream of one accepted room."""
+
+    def __init__(self, outlet: LoopOutlet, write: Write, instance_id: str, limits: TransferLimits) -> None:
+        self.outlet = outlet
+        self.hold_limit_s = limits.hold_timeout_s
+        self._write = write
+        self._accepted = Accepted(instance_id)
+        self._sign_of_life_s = min(_MAX_SIGN_OF_LIFE_S, limits.stall_timeout_s / 4)
+
+    async def frame(self, sender: RoomSender, frame: KVFrame) -> None:
+        """Write what the link has to accept in time."""
+        sender.link_owes(self.hold_limit_s)
+        await self._write(frame)
+        sender.link_paid()
+
+    async def accept(self) -> None:
+        await self._write(self._accepted)
+
+    async def fail(self, message: str) -> None:
+        await self._write(SendFailed(message))
+
+    async def next_item(self) -> Item:
+        """With a sign of life while there is none."""
+        while (item := self.outlet.pop()) is None:
+            if not await self.outlet.wait(self._sign_of_life_s):
+                await self.accept()
+        return item
+
+    async def alive_until(self, awaited: asyncio.Future[U]) -> U | None:
+        """Await what may take as long as prefill computes, with signs of life; None, and `awaited` is cancelled, where the room fails before."""
+        failed = asyncio.ensure_future(self.outlet.until_failed())
+        try:
+            while not awaited.done():
+                done, _ = await asyncio.wait({awaited, failed}, timeout=self._sign_of_life_s, return_when=asyncio.FIRST_COMPLETED)
+                if failed in done:
+                    return None
+                if not done:
+                    await self.accept()
+            return awaited.result()
+        finally:
+            failed.cancel()
+            awaited.cancel()
+
+
+class Carrier(abc.ABC):
+    """Moves the chunks of one accepted room. Every method runs in the server's event loop."""
+
+    @abc.abstractmethod
+    async def carry(self, sender: RoomSender, chunk: OutboundChunk) -> None:
+        """Move a chunk, or start to; what of it fits before the room fails. Owns the chunk. Raises what its computation raised."""
+
+    @abc.abstractmethod
+    async def settle(self, sender: RoomSender) -> None:
+        """Return when every chunk has arrived as far as this side can know, or the room has failed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of what has not arrived. The room has ended."""
+
+
+class Carriers(abc.ABC):
+    """Makes the carriers of one source. `transport`: what both sides must agree on."""
+
+    transport: str
+
+    @abc.abstractmethod
+    def open(self, announce: Announce, writer: RoomWriter) -> Carrier: ...
+
+    @abc.abstractmethod
+    def methods(self) -> dict[str, grpc.RpcMethodHandler]:
+        """What the worker's gRPC service has to serve besides FetchKV, by name."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop every thread. Waits for those that run."""
 
 
 class RoomStream:
     """Writes one accepted room to its stream."""
 
-    def __init__(self, outlet: LoopOutlet, write: Write, copier: HostCopier, instance_id: str, limits: TransferLimits) -> None:
-        self._outlet = outlet
-        self._write = write
-        self._copier = copier
-        self._accepted = Accepted(instance_id)
-        self._hold_limit_s = limits.bootstrap_timeout_s
-        self._sign_of_life_s = min(_MAX_SIGN_OF_LIFE_S, limits.stall_timeout_s / 4)
+    def __init__(self, writer: RoomWriter, carrier: Carrier) -> None:
+        self._writer = writer
+        self._carrier = carrier
 
     async def run(self, sender: RoomSender) -> None:
-        """From `Accepted` to the stream's last frame. Raises what the copy of a chunk raised; the room is open then."""
+        """From `Accepted` to the stream's last frame. Raises what the computation of a chunk raised; the room is open then."""
+        try:
+            await self._run(sender)
+        finally:
+            self._carrier.close()
+
+    async def _run(self, sender: RoomSender) -> None:
         num_pages = 0
-        await self._write(self._accepted)
+        await self._writer.accept()
         while True:
-            item = await self._next_item()
+            item = await self._writer.next_item()
             if isinstance(item, OutboundChunk):
-                await self._send_chunk(sender, item)
                 num_pages += item.num_pages
+                await self._send(sender, item)
             elif isinstance(item, Last):
-                await self._send_frame(sender, ChunkLast(num_pages, item.metadata))
-                sender.delivered()
-                return
+                await self._writer.frame(sender, ChunkLast(num_pages, item.metadata))
+                await self._carrier.settle(sender)
+                if not sender.is_failed():
+                    sender.delivered()
+                    return
             else:
                 assert isinstance(item, Failure), f"room {sender.room}: {item} after its sender"
-                await self._write(SendFailed(item.message))
+                await self._writer.fail(item.message)
                 return
 
-    async def _send_chunk(self, sender: RoomSender, chunk: OutboundChunk) -> None:
-        """Send a chunk, or what of it fits before the room fails: then a `Failure` waits in the outlet."""
+    async def _send(self, sender: RoomSender, chunk: OutboundChunk) -> None:
+        """Send a chunk, unless the room has failed: then a `Failure` waits in the outlet."""
         if sender.is_failed():
             sender.chunk_left()
-            return
-        copy = self._copier.start(chunk)
-        try:
-            host_chunk = await self._alive_until(asyncio.wrap_future(copy))
-            if host_chunk is None:
-                return
-            await self._send_frame(sender, host_chunk.head)
-            for frame in data_frames(host_chunk.payload):
-                if sender.is_failed():
-                    return
-                await self._send_frame(sender, frame)
-            sender.counters.sent(host_chunk.payload.nbytes)
-        finally:
-            copy.cancel()
-            copy.add_done_callback(lambda _: sender.chunk_left())  # a copy that runs still holds the array
-
-    async def _send_frame(self, sender: RoomSender, frame: KVFrame) -> None:
-        sender.link_owes(self._hold_limit_s)
-        await self._write(frame)
-        sender.link_paid()
-
-    async def _next_item(self) -> Item:
-        while (item := self._outlet.pop()) is None:
-            if not await self._outlet.wait(self._sign_of_life_s):
-                await self._write(self._accepted)
-        return item
-
-    async def _alive_until(self, copy: asyncio.Future[HostChunk]) -> HostChunk | None:
-        """Await `copy`, which may wait for prefill to compute; None where the room fails before."""
-        failed = asyncio.ensure_future(self._outlet.until_failed())
-        try:
-            while not copy.done():
-                done, _ = await asyncio.wait({copy, failed}, timeout=self._sign_of_life_s, return_when=asyncio.FIRST_COMPLETED)
-                if failed in done:
-                    copy.cancel()
-                    return None
-                if not done:
-                    await self._write(self._accepted)
-            return copy.result()
-        finally:
-            failed.cancel()
+        else:
+            await self._carrier.carry(sender, chunk)

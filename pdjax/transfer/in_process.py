@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import functools
 import logging
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 
 from pdjax.errors import TransferError
 from pdjax.protocol import Announce, Layout, Peer
 from pdjax.transfer.base import KVReceiver, KVSender, KVSink, KVSource, ReceivedChunk, TransferLimits, Wake
+from pdjax.transfer.emulation import Link, make_announcer, make_link
 from pdjax.transfer.receiver import Intake, RoomReceiver, announcement
 from pdjax.transfer.rooms import Clock, Counters, FailureKind
 from pdjax.transfer.sender import OutboundChunk, Outlet, RoomSender, SenderTable
@@ -82,6 +85,7 @@ class InProcessSource(KVSource):
         self._peer = peer
         self._stall_timeout_s = limits.stall_timeout_s
         self._table = SenderTable(layout, peer.instance_id, limits, clock, wake)
+        self._link = make_link(limits.emulation)
         self._waiter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kv-move-wait")
         registry.add(peer.address, self)
 
@@ -99,13 +103,25 @@ class InProcessSource(KVSource):
         """Receivers hear of it at once. Waits for the array that its thread waits for."""
         self._registry.remove(self._peer.address)
         self._table.close("the prefill worker is shutting down")
+        self._link.close()
         self._waiter.shutdown(wait=True)
 
     def connect(self, announce: Announce, receiver: RoomReceiver, mover: Mover, counters: Counters) -> None:
         """Announce a room, on behalf of a sink. Raises TransferError where it is refused."""
-        link = _RoomLink(self._table, self._waiter, receiver, mover, self._stall_timeout_s, counters)
+        carrier = _Carrier(mover, self._link, self._stall_timeout_s)
+        link = _RoomLink(self._table, self._waiter, receiver, carrier, counters)
         receiver.attach(link)
         self._table.announce(announce, link)
+        if receiver.is_failed():  # ended meanwhile, before there was a link to tell
+            link.ended("it has ended")
+
+
+class _Carrier(NamedTuple):
+    """How arrays move, and how long that may take."""
+
+    mover: Mover
+    link: Link
+    stall_timeout_s: float
 
 
 class _RoomLink(Outlet, Intake):
@@ -116,15 +132,13 @@ class _RoomLink(Outlet, Intake):
         table: SenderTable,
         waiter: concurrent.futures.ThreadPoolExecutor,
         receiver: RoomReceiver,
-        mover: Mover,
-        stall_timeout_s: float,
+        carrier: _Carrier,
         sink_counters: Counters,
     ) -> None:
         self._table = table
         self._waiter = waiter
         self._receiver = receiver
-        self._mover = mover
-        self._stall_timeout_s = stall_timeout_s
+        self._carrier = carrier
         self._sink_counters = sink_counters
         self._sender: RoomSender | None = None
 
@@ -135,7 +149,7 @@ class _RoomLink(Outlet, Intake):
     def chunk(self, chunk: OutboundChunk) -> bool:
         sender = self._bound_sender()
         try:
-            moved = self._mover.start(chunk.kv)
+            moved = self._carrier.mover.start(chunk.kv)
         except Exception as error:  # whatever the device reports ends this room only
             sender.end(FailureKind.DEVICE, f"room {sender.room}: copying pages from {chunk.first_page} on failed: {error}")
             return False
@@ -161,20 +175,35 @@ class _RoomLink(Outlet, Intake):
         return self._sender
 
     def _land(self, sender: RoomSender, chunk: OutboundChunk, moved: jax.Array) -> None:
-        """In the waiting thread. The stall clock runs for the copy only, not while prefill computes the array."""
+        """In the waiting thread. Both clocks run for the copy only, not while prefill computes the array."""
+        meters = (sender.meter, self._receiver.meter)
+        num_bytes = chunk.num_pages * (chunk.kv.nbytes // chunk.kv.shape[0])
         try:
             chunk.kv.block_until_ready()
-            sender.link_owes(self._stall_timeout_s)
-            self._mover.wait(moved)
-            sender.link_paid()
         except Exception as error:  # an errored array ends this room only
-            sender.end(FailureKind.DEVICE, f"room {sender.room}: computing or copying pages from {chunk.first_page} on failed: {error}")
-            sender.chunk_left()
+            self._lose(sender, chunk, f"computing pages from {chunk.first_page} on failed: {error}")
             return
-        num_bytes = chunk.num_pages * (chunk.kv.nbytes // chunk.kv.shape[0])
+        for meter in meters:
+            meter.began()
+        try:
+            sender.link_owes(self._carrier.stall_timeout_s)
+            self._carrier.mover.wait(moved)
+            sender.link_paid()
+            self._carrier.link.carry_blocking(num_bytes)
+        except Exception as error:
+            for meter in meters:
+                meter.dropped()
+            self._lose(sender, chunk, f"copying pages from {chunk.first_page} on failed: {error}")
+            return
+        for meter in meters:
+            meter.moved(num_bytes)
         sender.counters.sent(num_bytes)
         self._sink_counters.received(num_bytes)
         self._receiver.deliver(ReceivedChunk(chunk.first_page, chunk.num_pages, moved))
+
+    def _lose(self, sender: RoomSender, chunk: OutboundChunk, message: str) -> None:
+        sender.end(FailureKind.DEVICE, f"room {sender.room}: {message}")
+        sender.chunk_left()
 
     def _check(self, settled: concurrent.futures.Future[None]) -> None:
         error = settled.exception()
@@ -209,6 +238,7 @@ class InProcessSink(KVSink):
         self._limits = limits
         self._clock = clock
         self.counters = Counters()
+        self._announcer = make_announcer(limits.emulation)
         self._receivers: dict[int, RoomReceiver] = {}
         self._is_closed = False
 
@@ -222,10 +252,7 @@ class InProcessSink(KVSink):
             raise ValueError(f"room {room} is taken: it has a receiver already")
         receiver = RoomReceiver(room, self._limits, self._clock, self._wake, self.counters)
         self._receivers[room] = receiver
-        try:
-            self._registry.find(source.address).connect(announce, receiver, self._mover, self.counters)
-        except TransferError as error:
-            receiver.end(FailureKind.REJECTED if error.retriable else FailureKind.REFUSED, str(error))
+        self._announcer.announce(functools.partial(self._announce, announce, source, receiver))
         return receiver
 
     def open_rooms(self) -> int:
@@ -235,10 +262,19 @@ class InProcessSink(KVSink):
     def close(self) -> None:
         """Senders hear of it at once."""
         self._is_closed = True
+        self._announcer.close()
         for receiver in self._receivers.values():
             receiver.end(FailureKind.CLOSED, "the decode worker is shutting down")
             receiver.abort()
         self._forget_ended()
+
+    def _announce(self, announce: Announce, source: Peer, receiver: RoomReceiver) -> None:
+        if receiver.is_failed():
+            return
+        try:
+            self._registry.find(source.address).connect(announce, receiver, self._mover, self.counters)
+        except TransferError as error:
+            receiver.end(FailureKind.REJECTED if error.retriable else FailureKind.REFUSED, str(error))
 
     def _forget_ended(self) -> None:
         self._receivers = {room: receiver for room, receiver in self._receivers.items() if not receiver.holds_nothing()}

@@ -8,7 +8,7 @@ import threading
 
 from pdjax.protocol import Announce, KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, ReceivedChunk, TransferLimits, Wake
-from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomState
+from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomMeter, RoomState
 
 
 def announcement(room: int, source: Peer, decode_prefix_tokens: int, layout: Layout, receiver: Peer) -> Announce:
@@ -56,6 +56,7 @@ class RoomReceiver(KVReceiver):
         self._chunks: collections.deque[ReceivedChunk] = collections.deque()
         self._metadata: bytes | None = None
         self._deadline_s: float | None = clock() + limits.bootstrap_timeout_s
+        self.meter = RoomMeter(clock)
 
     def poll(self) -> KVPoll:
         with self._lock:
@@ -102,6 +103,7 @@ class RoomReceiver(KVReceiver):
         with self._lock:
             self._deadline_s = None
             self._state.raise_to(KVPoll.TRANSFERRING)
+        self.meter.accepted()
         self._wake()
 
     def awaits_sender(self) -> None:
@@ -132,7 +134,9 @@ class RoomReceiver(KVReceiver):
         with self._lock:
             self._metadata = metadata
             self._deadline_s = None
-            self._state.raise_to(KVPoll.SUCCESS)
+            is_first = self._state.raise_to(KVPoll.SUCCESS)
+        if is_first:
+            self.counters.succeeded(self.meter.transfer())
         self._wake()
 
     def end(self, kind: FailureKind, message: str) -> bool:

@@ -39,10 +39,25 @@ class RoomFault(Exception):
         self.kind = kind
 
 
-class Counts(NamedTuple):
-    """A snapshot of what a transport has done since it was made. Bytes are payload; seconds are of thread time, not of latency.
+class RoomTransfer(NamedTuple):
+    """One room that ended in SUCCESS, as one side saw it.
 
-    `host_copy_s`: device to host and checksum (sender), verification and host to device (receiver).
+    `transfer_s`: from acceptance to success, prefill's compute included. `busy_s`: of that, the time in which at least one computed
+    chunk was on its way; `num_bytes / busy_s` is the speed, whether a chunk left early or late.
+    """
+
+    transfer_s: float
+    busy_s: float
+    num_bytes: int
+
+
+class Counts(NamedTuple):
+    """A snapshot of what a transport has done since it was made. Bytes are payload.
+
+    `host_copy_s`: thread time of device to host and checksum (sender), of verification and host to device (receiver).
+    `rooms_succeeded`, `transfer_s_total`, `busy_s_total`: the sums over all rooms that ended in SUCCESS; `recent`: the last of them.
+    `bytes_offered`: registered with a device-to-device library and not yet fetched, at this moment. `chunks_withdrawn`: taken back from
+    it because their room had ended.
     """
 
     rooms: int
@@ -52,6 +67,16 @@ class Counts(NamedTuple):
     bytes_received: int
     host_copy_s: float
     failures: dict[str, int]
+    rooms_succeeded: int = 0
+    transfer_s_total: float = 0.0
+    busy_s_total: float = 0.0
+    recent: tuple[RoomTransfer, ...] = ()
+    bytes_offered: int = 0
+    chunks_withdrawn: int = 0
+
+
+MAX_RECENT = 256
+"""Rooms whose transfers are remembered one by one: enough for percentiles between two looks at a metrics page."""
 
 
 class Counters:
@@ -62,6 +87,9 @@ class Counters:
         self._totals: collections.Counter[str] = collections.Counter()
         self._failures: collections.Counter[str] = collections.Counter()
         self._host_copy_s = 0.0
+        self._transfer_s = 0.0
+        self._busy_s = 0.0
+        self._recent: collections.deque[RoomTransfer] = collections.deque(maxlen=MAX_RECENT)
 
     def opened(self) -> None:
         with self._lock:
@@ -85,6 +113,26 @@ class Counters:
         with self._lock:
             self._failures[kind.value] += 1
 
+    def succeeded(self, transfer: RoomTransfer) -> None:
+        with self._lock:
+            self._totals["rooms_succeeded"] += 1
+            self._transfer_s += transfer.transfer_s
+            self._busy_s += transfer.busy_s
+            self._recent.append(transfer)
+
+    def offered(self, num_bytes: int) -> None:
+        with self._lock:
+            self._totals["bytes_offered"] += num_bytes
+
+    def fetched(self, num_bytes: int) -> None:
+        with self._lock:
+            self._totals["bytes_offered"] -= num_bytes
+
+    def withdrawn(self, num_bytes: int) -> None:
+        with self._lock:
+            self._totals["bytes_offered"] -= num_bytes
+            self._totals["chunks_withdrawn"] += 1
+
     def snapshot(self) -> Counts:
         with self._lock:
             return Counts(
@@ -95,7 +143,60 @@ class Counters:
                 bytes_received=self._totals["bytes_received"],
                 host_copy_s=self._host_copy_s,
                 failures=dict(self._failures),
+                rooms_succeeded=self._totals["rooms_succeeded"],
+                transfer_s_total=self._transfer_s,
+                busy_s_total=self._busy_s,
+                recent=tuple(self._recent),
+                bytes_offered=self._totals["bytes_offered"],
+                chunks_withdrawn=self._totals["chunks_withdrawn"],
             )
+
+
+class RoomMeter:
+    """Times one side of one room. Any thread may call; `began` and `moved` or `dropped` come in pairs, one for each computed chunk."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._accepted_s: float | None = None
+        self._num_moving = 0
+        self._moving_since_s = 0.0
+        self._busy_s = 0.0
+        self._num_bytes = 0
+
+    def accepted(self) -> None:
+        self._accepted_s = self._clock()
+
+    def began(self) -> None:
+        """A chunk that has been computed is on its way from now on."""
+        with self._lock:
+            if not self._num_moving:
+                self._moving_since_s = self._clock()
+            self._num_moving += 1
+
+    def moved(self, num_bytes: int) -> None:
+        """A chunk is on the other side."""
+        self._ended(num_bytes)
+
+    def dropped(self) -> None:
+        """A chunk will not get to the other side."""
+        self._ended(0)
+
+    def transfer(self) -> RoomTransfer:
+        """What the room took until now."""
+        now_s = self._clock()
+        with self._lock:
+            busy_s = self._busy_s + (now_s - self._moving_since_s if self._num_moving else 0.0)
+            started_s = now_s if self._accepted_s is None else self._accepted_s
+            return RoomTransfer(now_s - started_s, busy_s, self._num_bytes)
+
+    def _ended(self, num_bytes: int) -> None:
+        with self._lock:
+            assert self._num_moving > 0, "a chunk ended that never began"
+            self._num_moving -= 1
+            self._num_bytes += num_bytes
+            if not self._num_moving:
+                self._busy_s += self._clock() - self._moving_since_s
 
 
 class RoomState:

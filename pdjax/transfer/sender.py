@@ -9,14 +9,15 @@ from __future__ import annotations
 import abc
 import collections
 import threading
-from typing import NamedTuple
-
-import jax
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdjax.errors import TransferError
 from pdjax.protocol import Announce, KVPoll, Layout
 from pdjax.transfer.base import KVSender, TransferLimits, Wake
-from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomState
+from pdjax.transfer.rooms import Clock, Counters, FailureKind, RoomMeter, RoomState
+
+if TYPE_CHECKING:  # the rules of a room need no device: the simulation runs them without jax
+    import jax
 
 
 class OutboundChunk(NamedTuple):
@@ -51,8 +52,9 @@ class RoomSender(KVSender):
     """A `KVSender` in front of an `Outlet`.
 
     The engine loop calls the methods of `KVSender`; those below them belong to the transport and may come from any thread.
-    Two clocks can end an accepted room. `link_owes(limit_s)` starts one when the transport has given something to the link or
-    the receiver, `link_paid` stops it. While prefill still computes a chunk, nobody owes anything and no clock runs.
+    One clock runs until the announcement, another can end an accepted room: `link_owes(limit_s)` starts it when the transport has given
+    something to the link or the receiver, `link_paid` stops it. While prefill still computes a chunk, nobody owes anything and no clock
+    runs. `meter` is for the transport to tell of the same.
     """
 
     def __init__(self, room: int, limits: TransferLimits, clock: Clock, table: SenderTable) -> None:
@@ -67,15 +69,18 @@ class RoomSender(KVSender):
         self._next_page = 0
         self._in_flight = 0
         self._is_finished = False
-        # No clock before the announcement: decode announces once it has room, however long its queue is. The caller's deadline bounds that.
-        self._deadline_s: float | None = None
-        self._owed_s = limits.bootstrap_timeout_s
+        self._owed_s = limits.announce_timeout_s
+        self._deadline_s: float | None = clock() + self._owed_s
+        self.meter = RoomMeter(clock)
 
     def poll(self) -> KVPoll:
         with self._lock:
             is_late = self._deadline_s is not None and self._clock() >= self._deadline_s
-        if is_late:
+            is_announced = self._outlet is not None
+        if is_late and is_announced:
             self.end(FailureKind.STALLED, f"room {self.room}: nothing of the chunk on its way was accepted for {self._owed_s} s")
+        elif is_late:
+            self.end(FailureKind.BOOTSTRAP, f"decode did not announce room {self.room} within {self._owed_s} s")
         return self._state.value
 
     @property
@@ -125,6 +130,7 @@ class RoomSender(KVSender):
         with self._lock:
             self._prefix_tokens, self._outlet, self._deadline_s = prefix_tokens, outlet, None
             self._next_page = prefix_tokens // self._table.page_size
+        self.meter.accepted()
         outlet.accepted(self)
         if not self._state.raise_to(KVPoll.WAITING_FOR_INPUT):
             outlet.failed(self._state.message or "the room has ended")
@@ -147,7 +153,8 @@ class RoomSender(KVSender):
 
     def delivered(self) -> None:
         """Chunks and metadata have left."""
-        self._state.raise_to(KVPoll.SUCCESS)
+        if self._state.raise_to(KVPoll.SUCCESS):
+            self._table.counters.succeeded(self.meter.transfer())
         self._table.settle(self)
         self._table.wake()
 

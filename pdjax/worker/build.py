@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from pdjax.scheduler.pages import PagePool
 from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
 from pdjax.scheduler.radix import NullCache, RadixCache
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.timeline import ClockRecorder
 from pdjax.transfer.base import KVSink, KVSource, TransferLimits, Wake
 from pdjax.worker.decode import DecodeRole
 from pdjax.worker.prefill import PrefillRole, no_early_sends
@@ -90,12 +92,15 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
     )
     retries = config.scheduler.optimistic_prefill_retries
     faults = FaultHooks(should_force_retry, should_fail_poll)
-    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size, retries, faults)
-    scheduler = PrefillScheduler(_memory(config), SlotPool(config.engine.max_running, "request"), metadata, bootstrap, limits)
+    recorder = ClockRecorder(time.time)
+    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size, retries, faults, recorder)
+    slots = SlotPool(config.engine.max_running, "request")
+    scheduler = PrefillScheduler(_memory(config), slots, metadata, bootstrap, limits, recorder)
     override = early_send_override()
     is_early = config.scheduler.early_send_cached_prefix if override is None else override
     early_sends = scheduler.maybe_send_cached_prefix_chunk if is_early else no_early_sends
-    return PrefillRole(engine, scheduler, source, wake, early_sends)
+    page_bytes = config.engine.page_size * checkpoint.shape.kv_bytes_per_token(np.dtype(config.model.dtype).itemsize)
+    return PrefillRole(engine, scheduler, source, wake, early_sends, page_bytes)
 
 
 def build_decode(engine: Engine, checkpoint: Checkpoint, config: Config, sink: KVSink, wake: Wake) -> DecodeRole:
@@ -107,7 +112,7 @@ def build_decode(engine: Engine, checkpoint: Checkpoint, config: Config, sink: K
         reserve_tokens=config.scheduler.decode_reserve_tokens,
     )
     slots = SlotPool(config.engine.max_running, "request")
-    scheduler = DecodeScheduler(_memory(config), slots, _metadata_slots(config), sink, limits)
+    scheduler = DecodeScheduler(_memory(config), slots, _metadata_slots(config), sink, limits, ClockRecorder(time.time))
     return DecodeRole(engine, scheduler, sink, wake)
 
 

@@ -9,6 +9,7 @@ from pdjax.scheduler.decode import DecodeScheduler
 from pdjax.scheduler.decode_states import DecodePart, Running
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.transfer.base import KVSink, Wake
+from pdjax.worker.gauges import decode_gauges
 from pdjax.worker.prefill import prefill_seq, sampled, start_history
 from pdjax.worker.reader import DecodeStep, PrefillStep, Step, StepReader
 from pdjax.worker.role import MAX_STEPS_IN_FLIGHT, Role
@@ -47,22 +48,14 @@ class DecodeRole(Role):
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
-        counts = self._sink.counters.snapshot()
         return WorkerLoad(
             ready=True,
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             free_pages=scheduler.memory.pool.num_free + scheduler.memory.cache.num_evictable_pages,
             gauges={
-                "slots_held": scheduler.slots.num_held,
-                "metadata_slots_held": scheduler.metadata.num_held,
-                "pages_private": scheduler.memory.num_private,
-                "pages_cached": scheduler.memory.cache.num_pages,
+                **decode_gauges(scheduler, self._sink.counters.snapshot()),
                 "rooms_open": self._sink.open_rooms(),
-                "retractions": scheduler.num_retractions,
-                "kv_bytes_received": counts.bytes_received,
-                "kv_chunks_received": counts.chunks_received,
-                "kv_rooms_failed": sum(counts.failures.values()),
                 "compilations_after_warm_up": self._engine.compilations_after_warm_up(),
             },
         )

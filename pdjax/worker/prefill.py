@@ -14,6 +14,7 @@ from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
 from pdjax.scheduler.prefill_states import SendOrder
 from pdjax.transfer.base import KVSource, Wake
+from pdjax.worker.gauges import prefill_gauges
 from pdjax.worker.reader import PrefillStep, StepReader
 from pdjax.worker.role import MAX_STEPS_IN_FLIGHT, Role
 from pdjax.worker.tokens import token_out
@@ -28,10 +29,13 @@ def no_early_sends(parts: Sequence[PrefillPart]) -> Iterable[SendOrder]:
 
 class PrefillRole(Role):
     """`early_sends`: what of a step's cached prefix leaves before the step; `scheduler.maybe_send_cached_prefix_chunk`, or
-    `no_early_sends`."""
+    `no_early_sends`. `page_bytes`: KV of one page over all layers."""
 
-    def __init__(self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake, early_sends: EarlySends):
+    def __init__(
+        self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake, early_sends: EarlySends, page_bytes: int
+    ):
         self._early_sends = early_sends
+        self._page_bytes = page_bytes
         self._engine = engine
         self._scheduler = scheduler
         self._source = source
@@ -60,26 +64,14 @@ class PrefillRole(Role):
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
-        counts = self._source.counters.snapshot()
         return WorkerLoad(
             ready=True,
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             free_pages=scheduler.memory.pool.num_free + scheduler.memory.cache.num_evictable_pages,
             gauges={
-                "slots_held": scheduler.slots.num_held,
-                "metadata_slots_held": scheduler.metadata.num_held,
-                "pages_private": scheduler.memory.num_private,
-                "pages_cached": scheduler.memory.cache.num_pages,
+                **prefill_gauges(scheduler, self._source.counters.snapshot(), self._page_bytes),
                 "rooms_open": self._source.open_rooms(),
-                "parked": scheduler.num_parked,
-                "optimistic_retries": scheduler.counts.retries,
-                "prompt_tokens": scheduler.counts.prompt_tokens,
-                "cached_tokens": scheduler.counts.cached_tokens,
-                "early_sent_pages": scheduler.counts.early_sent_pages,
-                "kv_bytes_sent": counts.bytes_sent,
-                "kv_chunks_sent": counts.chunks_sent,
-                "kv_rooms_failed": sum(counts.failures.values()),
                 "compilations_after_warm_up": self._engine.compilations_after_warm_up(),
             },
         )
