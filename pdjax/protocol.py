@@ -261,9 +261,7 @@ class ChunkPulled(msgspec.Struct, frozen=True):
 
 
 class PulledReply(msgspec.Struct, frozen=True):
-    """The answer to `ChunkPulled`. `is_known`: False where nothing is offered to that room under that uuid, or no longer."""
-
-    is_known: bool
+    """The answer to `ChunkPulled`, whatever is offered under that uuid: the room's stream says whether the room lives."""
 
 
 class ChunkLast(msgspec.Struct, frozen=True, tag="last"):

@@ -92,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     shortcuts.add_argument("--host", action=_SetField, const="server.host", metavar="ADDRESS", type=json.dumps)
     shortcuts.add_argument("--port", action=_SetField, const="server.port", metavar="PORT")
     shortcuts.add_argument("--model", action=_SetField, const="model.source", metavar="SOURCE", type=json.dumps)
+    shortcuts.add_argument("--optimistic-prefill-retries", action=_SetField, const="scheduler.optimistic_prefill_retries", metavar="N")
     parser.add_argument("--child", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 
@@ -110,8 +111,9 @@ def config_help() -> str:
 def check_role(config: Config, role: str) -> None:
     """Refuse what the fields allow but `role` cannot do. Raises ConfigError with every problem."""
     problems = []
-    if role != "router" and config.transfer.kind != "grpc" and not (role == "unified" and config.transfer.kind == "loopback"):
-        problems.append(f"transfer.kind {config.transfer.kind} works inside one process only; --role {role} needs grpc")
+    is_between_processes = config.transfer.kind in ("grpc", "jax_transfer")
+    if role != "router" and not is_between_processes and not (role == "unified" and config.transfer.kind == "loopback"):
+        problems.append(f"transfer.kind {config.transfer.kind} stays inside one process; --role {role} needs grpc or jax_transfer")
     workers = config.prefill.count + config.decode.count
     if role == "all" and config.decode.count < 1:
         problems.append(f"decode.count must be at least 1 with --role all, got {config.decode.count}")

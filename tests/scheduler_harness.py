@@ -1,8 +1,7 @@
-"""Both schedulers, a link and an engine whose arithmetic can be done by hand, in one thread under a clock that the test owns.
+"""Both schedulers, a link and the simulation's engine (`pdjax.simulation.engine`, whose arithmetic can be done by hand), in one thread
+under a clock that the test owns: for tests that set up one case and look inside. `pdjax.simulation` runs whole clusters.
 
-The engine's pool remembers in each place which token at which position was computed there. The token that follows a sequence is
-`next_token(tokens)`; the engine recomputes it from what the pool holds, so a wrong, stale or missing page gives a wrong answer or an
-assertion. Steps run when they are launched, but their results come back only `depth - 1` steps later, as with a real device.
+Steps run when they are launched, but their results come back only `depth - 1` steps later, as with a real device.
 """
 
 from __future__ import annotations
@@ -21,76 +20,19 @@ from pdjax.scheduler.pages import PagePool
 from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
 from pdjax.scheduler.radix import RadixCache
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.timeline import NO_RECORDER, ClockRecorder
+from pdjax.simulation import arithmetic
+from pdjax.simulation.arithmetic import next_token
+from pdjax.simulation.engine import Engine
 
-VOCAB = 997
 BOOTSTRAP_TIMEOUT = 300
 PEER = Peer("prefill:1", "p1")
 
-
-def next_token(tokens: list[int]) -> int:
-    value = 1
-    for token in tokens:
-        value = (value * 31 + token + 7) % VOCAB
-    return value
+__all__ = ["Cluster", "expected_answer", "next_token"]
 
 
 def expected_answer(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stop:
-            break
-    return tokens[len(prompt) :]
-
-
-class FakeEngine:
-    """A pool of `num_pages` pages; each place holds (position, token) or None."""
-
-    def __init__(self, num_pages: int, page_size: int):
-        self.page_size = page_size
-        self.pool: list[list[tuple[int, int] | None]] = [[None] * page_size for _ in range(num_pages)]
-        self.last_token: dict[int, int] = {}
-        self.num_computed_tokens = 0
-
-    def _write(self, pages, position, token):
-        self.pool[pages[position // self.page_size]][position % self.page_size] = (position, token)
-
-    def _read(self, pages, count) -> list[int]:
-        tokens = []
-        for position in range(count):
-            place = self.pool[pages[position // self.page_size]][position % self.page_size]
-            assert place is not None and place[0] == position, f"position {position} read {place}"
-            tokens.append(place[1])
-        return tokens
-
-    def prefill(self, parts) -> list[int]:
-        results = []
-        for part in parts:
-            seq = part.seq
-            for position in range(part.start, part.end):
-                self._write(seq.lease.pages, position, seq.answer.tokens[position])
-            self.num_computed_tokens += part.end - part.start
-            token = next_token(self._read(seq.lease.pages, part.end))
-            self.last_token[seq.slot] = token
-            results.append(token)
-        return results
-
-    def decode(self, parts) -> list[int]:
-        results = []
-        for part in parts:
-            seq = part.seq
-            token = self.last_token[seq.slot] if part.token is None else part.token
-            self._write(seq.lease.pages, part.position, token)
-            self.last_token[seq.slot] = next_token(self._read(seq.lease.pages, part.position + 1))
-            results.append(self.last_token[seq.slot])
-        return results
-
-    def gather(self, pages):
-        return [list(self.pool[page]) for page in pages]
-
-    def install(self, pages, kv):
-        for page, content in zip(pages, kv, strict=True):
-            self.pool[page] = list(content)
+    return arithmetic.expected_answer(prompt, Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop)))
 
 
 @dataclass
@@ -248,14 +190,17 @@ class Cluster:
         seed=0,
         reserve=4,
         retries=0,
+        grace=0.0,
         drop_on_miss=False,
         faults=NO_FAULTS,
         early_send=True,
+        record=False,
     ):
         self.now = 0.0
+        recorders = [ClockRecorder(lambda: self.now) if record else NO_RECORDER for _ in range(2)]
         self.link = FakeLink(seed, max_delay, window)
-        self.prefill_engine = FakeEngine(prefill_pages, page_size)
-        self.decode_engine = FakeEngine(decode_pages, page_size)
+        self.prefill_engine = Engine(prefill_pages, page_size)
+        self.decode_engine = Engine(decode_pages, page_size)
         self.p, self.d = Side(2), Side(2)
         prefill_memory, decode_memory = (_memory(pages, page_size) for pages in (prefill_pages, decode_pages))
         prefill_metadata = MetadataSlots(metadata)
@@ -263,11 +208,12 @@ class Cluster:
             prefill_memory,
             SlotPool(slots, "request"),
             prefill_metadata,
-            BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults),
+            BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults, recorders[0], grace),
             PrefillLimits(step_tokens, 4, 3, 1000, 10_000, drop_on_miss),
+            recorders[0],
         )
         limits = DecodeLimits(step_tokens, 4, 1000, 10_000, reserve)
-        self.decode = DecodeScheduler(decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, limits)
+        self.decode = DecodeScheduler(decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, limits, recorders[1])
         self.tokens: dict[str, dict[int, int]] = {}
         self.ends: dict[tuple[str, str], object] = {}
         self.turn_is_prefill = True

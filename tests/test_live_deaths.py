@@ -16,7 +16,19 @@ from typing import Any
 import pytest
 
 from tests.goldens import load_goldens
-from tests.live import MODEL, SETTINGS, BrokenStream, Client, Served, check_idle, check_pages_sent, free_port, is_alive, pages_sent, wait_until
+from tests.live import (
+    MODEL,
+    SETTINGS,
+    BrokenStream,
+    Client,
+    Served,
+    check_idle,
+    check_pages_sent,
+    free_port,
+    is_alive,
+    pages_sent,
+    wait_until,
+)
 
 pytestmark = pytest.mark.live
 

@@ -6,8 +6,13 @@ import random
 
 import pytest
 
+from pdjax.config.environment import should_fail_poll, should_force_retry
+from pdjax.config.load import load_config
 from pdjax.protocol import Finished, KVPoll
 from pdjax.scheduler.faults import FaultHooks
+from pdjax.worker.optimism import optimistic_retries
+from pdjax.simulation.arithmetic import START, extend
+from pdjax.simulation.engine import PageContent
 from tests.scheduler_harness import Cluster, expected_answer, next_token
 from tests.test_schedulers import prompt_of
 
@@ -261,6 +266,9 @@ def test_a_gather_dispatched_after_the_step_that_reuses_its_pages_is_caught():
     cluster.prefill.advance(1e3)
     parts = cluster.prefill.next_step()
     orders = list(cluster.prefill.maybe_send_cached_prefix_chunk(parts))
+    chains = [extend(START, prompt[:length]) for length in range(33)]
+    expected = [PageContent(chains[start], tuple(chains[start + 1 : start + 5])) for start in range(0, 32, 4)]
+    assert [page for order in orders for page in cluster.prefill_engine.gather(order.pages).pages] == expected
     cluster.prefill.abort("a")
     cluster.link.now += 1
     other = prompt_of(44, 5)
@@ -268,9 +276,7 @@ def test_a_gather_dispatched_after_the_step_that_reuses_its_pages_is_caught():
     cluster.decode.advance(1e3)
     cluster.prefill.advance(1e3)
     cluster.prefill_engine.prefill(cluster.prefill.next_step())
-    late = [page for order in orders for page in cluster.prefill_engine.gather(order.pages)]
-    expected = [[(i * 4 + j, prompt[i * 4 + j]) for j in range(4)] for i in range(8)]
-    assert late != expected
+    assert [page for order in orders for page in cluster.prefill_engine.gather(order.pages).pages] != expected
 
 
 def test_states_of_a_sender_never_let_a_send_precede_bootstrap():
@@ -282,3 +288,63 @@ def test_states_of_a_sender_never_let_a_send_precede_bootstrap():
         room = cluster.link.rooms[request.room]
         assert room.state == KVPoll.BOOTSTRAPPING and room.num_sent_pages == 0
     cluster.run()
+
+
+@pytest.mark.parametrize(("delay", "goes_ahead"), [(0, False), (2, False), (10, True)])
+def test_a_prompt_waits_a_moment_for_its_bootstrap_before_it_goes_ahead(delay, goes_ahead):
+    cluster = Cluster(retries=1, grace=4.0)
+    prompt = prompt_of(20)
+    cluster.submit(cluster.request("a", prompt, 3), decode_delay=delay)
+    was_ahead = False
+    for _ in range(9):
+        cluster.tick()
+        was_ahead |= cluster.prefill.num_running > 0 and cluster.link.rooms[1000].state == KVPoll.BOOTSTRAPPING
+    assert was_ahead == goes_ahead
+    cluster.run()
+    assert cluster.answer("a") == expected_answer(prompt, 3)
+
+
+def test_the_end_of_the_moment_is_a_deadline_of_the_loop():
+    cluster = Cluster(retries=1, grace=4.0)
+    cluster.submit(cluster.request("a", prompt_of(20), 3, deadline_s=500.0), decode_delay=50)
+    cluster.tick()
+    assert cluster.prefill.next_deadline_s() == 5.0
+    for _ in range(6):
+        cluster.tick()
+    assert cluster.prefill.next_deadline_s() == 500.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["transfer.kind=loopback"], "loopback"),
+        (["scheduler.prefix_cache=false", "scheduler.on_miss=retry"], "prefix_cache"),
+        (["scheduler.metadata_slots=1"], "1 metadata slot"),
+    ],
+)
+def test_combinations_that_make_no_sense_switch_it_off_with_a_warning_that_names_the_reason(settings, word, caplog):
+    config = load_config(None, ["scheduler.optimistic_prefill_retries=2", *settings])
+    assert optimistic_retries(config) == 0
+    assert word in caplog.text and "optimistic prefill is switched off" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [[], ["scheduler.prefix_cache=false"], ["scheduler.on_miss=retry"], ["transfer.kind=device_put"]])
+def test_all_other_combinations_keep_it_on(settings, caplog):
+    assert optimistic_retries(load_config(None, ["scheduler.optimistic_prefill_retries=2", *settings])) == 2
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("value", "share"), [("0", 0.0), ("0.1", 0.1), ("1", 1.0)])
+def test_the_hook_for_forced_retries_takes_a_fixed_share_of_requests_by_name(monkeypatch, value, share):
+    monkeypatch.setenv("PDJAX_TEST_FORCE_RETRY_PROB", value)
+    forced = [should_force_retry(f"request-{i}") for i in range(4000)]
+    assert abs(sum(forced) / 4000 - share) < 0.02
+    assert forced == [should_force_retry(f"request-{i}") for i in range(4000)]
+
+
+@pytest.mark.parametrize("name", ["PDJAX_TEST_FORCE_RETRY_PROB", "PDJAX_TEST_FAILURE_PROB"])
+def test_a_probability_that_is_none_is_an_error_naming_variable_and_value(monkeypatch, name):
+    monkeypatch.setenv(name, "1.5")
+    hook = (lambda: should_force_retry("a")) if "RETRY" in name else should_fail_poll
+    with pytest.raises(ValueError, match=f"{name} must be a number from 0 to 1, got '1.5'"):
+        hook()

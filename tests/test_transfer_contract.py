@@ -1,9 +1,10 @@
-"""What every transport promises, run over all three. gRPC goes through a real server on a free port."""
+"""What every transport promises, run over all four. gRPC goes through a real server on a free port."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,10 +18,16 @@ from jax.sharding import SingleDeviceSharding
 from pdjax import rpc
 from pdjax.protocol import KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, KVSender, KVSink, KVSource, ReceivedChunk, TransferLimits
+from pdjax.transfer.checksum import ChecksumPrograms
 from pdjax.transfer.device_put import DevicePutMover
-from pdjax.transfer.grpc_receive import Landing
+from pdjax.transfer.frames import PageForm
+from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.grpc_receive import Lander
+from pdjax.transfer.grpc_send import Carriers
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.transfer.in_process import InProcessSink, InProcessSource, Mover, Registry
+from pdjax.transfer.jax_receive import PullLander
+from pdjax.transfer.jax_send import Endpoint, OfferCarriers
 from pdjax.transfer.loopback import LoopbackMover
 from pdjax.transfer.rooms import Counts
 
@@ -161,7 +168,7 @@ class GrpcRig(Rig):
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="grpc-loop")
         self._thread.start()
-        source = GrpcSource(LAYOUT, "p-1", self.wake, self.limits, self.clock)
+        source = GrpcSource(LAYOUT, "p-1", self.carriers(), self.wake, self.limits, self.clock)
         self._server, port = asyncio.run_coroutine_threadsafe(self._serve(source), self.loop).result(WAIT_S)
         self.source_peer = Peer(f"127.0.0.1:{port}", "p-1")
         return source, self.sink_with(LAYOUT)
@@ -174,7 +181,13 @@ class GrpcRig(Rig):
         return server, port
 
     def sink_with(self, layout: Layout) -> KVSink:
-        return GrpcSink(layout, self.sink_peer, Landing(jax.device_put, BUCKETS), self.loop, self.wake, self.limits, self.clock)
+        return GrpcSink(layout, self.sink_peer, self.lander(layout), self.loop, self.wake, self.limits, self.clock)
+
+    def carriers(self) -> Carriers:
+        return ByteCarriers(LAYOUT)
+
+    def lander(self, layout: Layout) -> Lander:
+        return ByteLander(layout, Landing(jax.device_put, BUCKETS))
 
     def counts(self) -> tuple[Counts, Counts]:
         assert isinstance(self.source, GrpcSource) and isinstance(self.sink, GrpcSink)
@@ -191,14 +204,31 @@ class GrpcRig(Rig):
         self.loop.close()
 
 
-RIGS: dict[str, type[Rig]] = {"grpc": GrpcRig, "device_put": InProcessRig, "loopback": LoopbackRig}
-MOVING = ["grpc", "device_put"]
+class JaxRig(GrpcRig):
+    def carriers(self) -> Carriers:
+        return OfferCarriers(programs_for(LAYOUT), ENDPOINT, max_offered_bytes=1 << 20)
+
+    def lander(self, layout: Layout) -> Lander:
+        return PullLander(programs_for(layout), BUCKETS[-1], ENDPOINT, self.limits.stall_timeout_s)
+
+
+ENDPOINT = Endpoint("127.0.0.1", jax.devices()[0])
+
+
+@functools.cache
+def programs_for(layout: Layout) -> ChecksumPrograms:
+    return ChecksumPrograms(PageForm.of(layout), (), SingleDeviceSharding(jax.devices()[0]))
+
+
+RIGS: dict[str, type[Rig]] = {"grpc": GrpcRig, "jax_transfer": JaxRig, "device_put": InProcessRig, "loopback": LoopbackRig}
+MOVING = ["grpc", "jax_transfer", "device_put"]
 
 
 @pytest.fixture(params=list(RIGS))
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     threads = set(threading.enumerate())
-    made = RIGS[request.param](TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=10.0, max_unclaimed_announcements=8))
+    limits = TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=10.0, max_unclaimed_announcements=8, announce_timeout_s=600.0)
+    made = RIGS[request.param](limits)
     yield made
     made.close()
     left = {thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon}
@@ -390,7 +420,7 @@ def test_a_receiver_that_takes_nothing_holds_the_sender_back_until_it_takes(rig:
     rig.until(is_held)
     limit = rig.limits.max_chunks_in_flight
     assert rig.counts()[1].chunks_received == limit
-    if not isinstance(rig, GrpcRig):  # there HTTP/2's own window holds some of these small chunks
+    if isinstance(rig, InProcessRig):  # in others, as many may wait for the receiver, or HTTP/2's own window holds some
         assert len(sent_pages) == limit
     assert sender.poll() is KVPoll.TRANSFERRING and receiver.poll() is KVPoll.TRANSFERRING
     assert [chunk.first_page for chunk in receiver.take()] == sent_pages[:limit]
@@ -496,14 +526,23 @@ def test_an_unknown_worker_fails_the_room_at_once(rig: Rig) -> None:
 # -- deadlines, on a clock that the test turns --
 
 
-def test_a_sender_waits_for_its_announcement_until_its_caller_ends_it(rig: Rig) -> None:
-    """A decode worker with a long queue announces late; a time-out here would fail and repeat work for nothing."""
-    sender = rig.source.create_sender(1)
-    rig.clock.now_s += 10_000.0
+def test_a_sender_waits_for_its_announcement_far_longer_than_a_receiver_for_its_answer(rig: Rig) -> None:
+    """A decode worker with a long queue announces late; the shorter time-out would fail and repeat work for nothing."""
+    sender, other = rig.source.create_sender(1), rig.source.create_sender(2)
+    rig.clock.now_s += 599.0
     assert sender.poll() is KVPoll.BOOTSTRAPPING
-    sender.fail("the deadline passed")
-    assert sender.poll() is KVPoll.FAILED
+    other.fail("the request's deadline passed")
+    assert other.poll() is KVPoll.FAILED
+    rig.clock.now_s += 1.1
+    assert sender.poll() is KVPoll.FAILED and "decode did not announce room 1 within 600.0 s" in str(sender.failure())
+    assert rig.counts()[0].failures == {"aborted": 1, "bootstrap_timeout": 1}
     rig.assert_nothing_open()
+
+
+def test_an_announced_room_is_bound_to_no_announcement_deadline(rig: Rig) -> None:
+    sender, receiver = rig.pair()
+    rig.clock.now_s += 10_000.0
+    assert sender.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 def test_a_receiver_gives_up_waiting_for_its_answer(rig: Rig) -> None:
@@ -590,6 +629,33 @@ def test_an_errored_array_fails_its_room_and_no_other(rig: Rig) -> None:
     assert len(rig.drain(other_receiver)) == 1 and other_receiver.poll() is KVPoll.SUCCESS
     assert rig.counts()[0].failures == {"device": 1}
     rig.assert_nothing_open()
+
+
+# -- figures --
+
+
+@pytest.mark.parametrize("rig", MOVING, indirect=True)
+def test_a_transfer_is_timed_from_acceptance_and_its_speed_leaves_out_prefills_compute(rig: Rig) -> None:
+    sender, receiver = rig.pair()
+    rig.clock.now_s += 5.0  # prefill computes, nothing is on its way
+    rig.send(sender, 0, rows_of(2, 0))
+    received: list[ReceivedChunk] = []
+    rig.until(lambda: received.extend(receiver.take()) or len(received) == 1)
+    rig.until(lambda: rig.counts()[0].chunks_sent == 1 and sender.can_send())
+    rig.clock.now_s += 2.5  # and again
+    sender.finish(META)
+    rig.drain(receiver)
+    rig.until(lambda: all(counts.rooms_succeeded == 1 for counts in rig.counts()))
+    for counts in rig.counts():
+        assert counts.transfer_s_total == 7.5 and counts.busy_s_total == 0.0
+        assert [(room.transfer_s, room.num_bytes) for room in counts.recent] == [(7.5, 2 * 3 * 4 * 4 * 8 * 4)]
+
+
+def test_a_room_that_fails_is_no_transfer(rig: Rig) -> None:
+    sender, receiver = rig.pair()
+    sender.fail("out of pages")
+    rig.until(lambda: receiver.poll() is KVPoll.FAILED)
+    assert [counts.rooms_succeeded for counts in rig.counts()] == [0, 0]
 
 
 # -- closing --

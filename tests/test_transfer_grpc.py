@@ -31,7 +31,7 @@ from pdjax.protocol import (
 )
 from pdjax.transfer.base import TransferLimits
 from pdjax.transfer.frames import PageForm
-from pdjax.transfer.grpc_receive import Landing
+from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from tests.test_transfer_contract import LAYOUT, META, WAIT_S, GrpcRig, rows_of
 
@@ -184,10 +184,10 @@ def _expires(rig: GrpcRig, receiver: Any) -> bool:
 def test_a_chunk_of_many_frames_arrives_whole(rig: GrpcRig) -> None:
     layout = Layout(model_fingerprint="big", page_size=16, kv_dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64)
     page = PageForm.of(layout)
-    source = GrpcSource(layout, "p-big", rig.wake)
+    source = GrpcSource(layout, "p-big", ByteCarriers(layout), rig.wake)
     host = Host(rig)
     port = host.start(source.handler())
-    sink = GrpcSink(layout, rig.sink_peer, Landing(jax.device_put, (8,)), rig.loop, rig.wake)
+    sink = GrpcSink(layout, rig.sink_peer, ByteLander(layout, Landing(jax.device_put, (8,))), rig.loop, rig.wake)
     bits = np.random.default_rng(5).integers(0, 256, 8 * page.num_bytes, np.uint8)
     assert bits.nbytes > 2 * KV_FRAME_BYTES and bits.nbytes % KV_FRAME_BYTES
     rows = bits.view(page.dtype).reshape(8, *page.shape)
@@ -206,7 +206,7 @@ def test_an_array_that_cannot_be_copied_to_the_device_fails_its_room_only(rig: G
     def full(_: np.ndarray) -> jax.Array:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    sink = GrpcSink(LAYOUT, rig.sink_peer, Landing(full, (4,)), rig.loop, rig.wake)
+    sink = GrpcSink(LAYOUT, rig.sink_peer, ByteLander(LAYOUT, Landing(full, (4,))), rig.loop, rig.wake)
     sender, receiver = rig.source.create_sender(1), sink.open(1, rig.source_peer, 0)
     rig.send(sender, 0, rows_of(1, 0))
     rig.until(lambda: receiver.poll() is KVPoll.FAILED and sender.poll() is KVPoll.FAILED)
@@ -254,7 +254,7 @@ def test_a_garbled_announcement_is_an_error_of_its_call_and_the_source_goes_on(r
 
 
 def test_an_announcement_that_nobody_claims_is_turned_away_in_time(rig: GrpcRig, host: Host) -> None:
-    source = GrpcSource(LAYOUT, "p-1", rig.wake, TransferLimits(bootstrap_timeout_s=0.2))
+    source = GrpcSource(LAYOUT, "p-1", ByteCarriers(LAYOUT), rig.wake, TransferLimits(bootstrap_timeout_s=0.2))
     port = host.start(source.handler())
     receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
     rig.until(lambda: receiver.poll() is KVPoll.FAILED)
@@ -321,14 +321,14 @@ def test_a_held_back_receiver_notices_a_broken_connection_once_it_takes(rig: Grp
 
 
 def test_a_worker_that_replaces_another_at_its_address_is_reached_by_a_new_channel(rig: GrpcRig, host: Host) -> None:
-    first = GrpcSource(LAYOUT, "first", rig.wake)
+    first = GrpcSource(LAYOUT, "first", ByteCarriers(LAYOUT), rig.wake)
     port = host.start(first.handler())
     lost = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "first"), 0)
     first.create_sender(1)
     rig.until(lambda: lost.poll() is KVPoll.TRANSFERRING)
     host.stop()
     first.close()
-    second = GrpcSource(LAYOUT, "second", rig.wake)
+    second = GrpcSource(LAYOUT, "second", ByteCarriers(LAYOUT), rig.wake)
     assert host.start(second.handler(), port) == port
     sender, receiver = second.create_sender(2), rig.sink.open(2, Peer(f"127.0.0.1:{port}", "second"), 0)
     rig.send(sender, 0, rows_of(1, 0))
@@ -343,7 +343,7 @@ def test_a_worker_that_replaces_another_at_its_address_is_reached_by_a_new_chann
 
 
 def test_after_a_broken_connection_the_next_room_gets_a_fresh_one(rig: GrpcRig, host: Host) -> None:
-    source = GrpcSource(LAYOUT, "p-9", rig.wake)
+    source = GrpcSource(LAYOUT, "p-9", ByteCarriers(LAYOUT), rig.wake)
     port = host.start(source.handler())
     peer = Peer(f"127.0.0.1:{port}", "p-9")
     sender, receiver = source.create_sender(1), rig.sink.open(1, peer, 0)

@@ -1,4 +1,4 @@
-"""The gRPC transport between processes that are killed or stopped."""
+"""The transports between processes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ import grpc.aio
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from pdjax import rpc
 from pdjax.protocol import KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, KVSender, TransferLimits
-from pdjax.transfer.grpc_receive import Landing
+from pdjax.transfer.checksum import ChecksumPrograms
+from pdjax.transfer.frames import PageForm
+from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
+from pdjax.transfer.jax_receive import PullLander
+from pdjax.transfer.jax_send import Endpoint, OfferCarriers
 
 pytestmark = pytest.mark.live
 
 LAYOUT = Layout(model_fingerprint="tiny", page_size=16, kv_dtype="float32", num_layers=8, num_kv_heads=2, head_dim=64)
 ROWS_SHAPE = (4, 8, 16, 4, 64)  # 512 KiB
+BIG_PAGES = 512  # 64 MiB: long enough on its way to be stopped there
+KINDS = ["grpc", "jax_transfer"]
 LIMITS = TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=1.0)
 PINGS = [*rpc.SERVER_OPTIONS, ("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500), ("grpc.http2.ping_timeout_ms", 500)]
 """The worker's server, impatient: of two options with one name gRPC takes the later."""
@@ -68,14 +75,34 @@ class Side:
         self.loop.close()
 
 
-def sink_of(side: Side) -> GrpcSink:
-    return GrpcSink(LAYOUT, Peer("decode:1", "d-1"), Landing(jax.device_put, (4,)), side.loop, side.changed.set, LIMITS)
+def programs() -> ChecksumPrograms:
+    return ChecksumPrograms(PageForm.of(LAYOUT), (4,), SingleDeviceSharding(jax.devices()[0]))
 
 
-def prefill_process(pipe: Connection) -> None:
+def endpoint() -> Endpoint:
+    return Endpoint("127.0.0.1", jax.devices()[0])
+
+
+def sink_of(side: Side, kind: str) -> GrpcSink:
+    lander = {
+        "grpc": lambda: ByteLander(LAYOUT, Landing(jax.device_put, (4, BIG_PAGES))),
+        "jax_transfer": lambda: PullLander(programs(), BIG_PAGES, endpoint(), LIMITS.stall_timeout_s),
+    }[kind]()
+    return GrpcSink(LAYOUT, Peer("decode:1", "d-1"), lander, side.loop, side.changed.set, LIMITS)
+
+
+def source_of(side: Side, kind: str) -> GrpcSource:
+    carriers = {
+        "grpc": lambda: ByteCarriers(LAYOUT),
+        "jax_transfer": lambda: OfferCarriers(programs(), endpoint(), max_offered_bytes=256 << 20),
+    }[kind]()
+    return GrpcSource(LAYOUT, "p-1", carriers, side.changed.set, LIMITS)
+
+
+def prefill_process(pipe: Connection, kind: str) -> None:
     """Serves room 1: one chunk, then nothing more. Rooms 2 and 3 get a chunk and an end. Runs until it is killed."""
     side = Side()
-    source = GrpcSource(LAYOUT, "p-1", side.changed.set, LIMITS)
+    source = source_of(side, kind)
     pipe.send(side.serve(source))
     senders = {room: source.create_sender(room) for room in (1, 2, 3)}
     for room, sender in senders.items():
@@ -86,10 +113,40 @@ def prefill_process(pipe: Connection) -> None:
     threading.Event().wait()
 
 
-def decode_process(pipe: Connection) -> None:
+def big_prefill_process(pipe: Connection, kind: str) -> None:
+    """As soon as the big chunk of room 1 begins to leave, stops or kills itself, as it was told. Room 2 gets a chunk and an end."""
+    side = Side()
+    source = source_of(side, kind)
+    pipe.send(side.serve(source))
+    number = pipe.recv()
+    sender, later = source.create_sender(1), source.create_sender(2)
+    side.until(sender.can_send)
+    sender.send(0, BIG_PAGES, jax.numpy.ones((BIG_PAGES, *ROWS_SHAPE[1:]), "float32"))
+    while not (sender.poll() is KVPoll.TRANSFERRING and (kind == "grpc" or source.counters.snapshot().bytes_offered)):
+        pass
+    os.kill(os.getpid(), number)
+    side.until(later.can_send)
+    later.send(0, 4, jax.numpy.ones(ROWS_SHAPE, "float32"))
+    later.finish(b"m")
+    threading.Event().wait()
+
+
+def small_prefill_process(pipe: Connection, kind: str) -> None:
+    """Gives room 3 a chunk and an end. Runs until it is killed."""
+    side = Side()
+    source = source_of(side, kind)
+    pipe.send(side.serve(source))
+    sender = source.create_sender(3)
+    side.until(sender.can_send)
+    sender.send(0, 4, jax.numpy.ones(ROWS_SHAPE, "float32"))
+    sender.finish(b"m")
+    threading.Event().wait()
+
+
+def decode_process(pipe: Connection, kind: str) -> None:
     """Fetches room 1, takes one chunk and then nothing more. Runs until it is killed."""
     side = Side()
-    sink = sink_of(side)
+    sink = sink_of(side, kind)
     receiver = sink.open(1, Peer(f"127.0.0.1:{pipe.recv()}", "p-1"), 0)
     side.until(lambda: bool(receiver.take()))
     pipe.send("taken")
@@ -97,9 +154,9 @@ def decode_process(pipe: Connection) -> None:
 
 
 class Child:
-    def __init__(self, target: Callable[[Connection], None]) -> None:
+    def __init__(self, target: Callable[[Connection, str], None], kind: str) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
-        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(target=target, args=(theirs,))
+        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, kind))
         self._process.start()
         theirs.close()
 
@@ -121,10 +178,16 @@ def side() -> Iterator[Side]:
     made.close()
 
 
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    assert isinstance(request.param, str)
+    return request.param
+
+
 @pytest.fixture
-def fetching(side: Side) -> Iterator[tuple[Child, Peer, GrpcSink, KVReceiver]]:
+def fetching(side: Side, kind: str) -> Iterator[tuple[Child, Peer, GrpcSink, KVReceiver]]:
     """A prefill process that has sent the first chunk of room 1."""
-    child, sink = Child(prefill_process), sink_of(side)
+    child, sink = Child(prefill_process, kind), sink_of(side, kind)
     try:
         assert child.pipe.poll(WAIT_S)
         peer = Peer(f"127.0.0.1:{child.pipe.recv()}", "p-1")
@@ -137,9 +200,9 @@ def fetching(side: Side) -> Iterator[tuple[Child, Peer, GrpcSink, KVReceiver]]:
 
 
 @pytest.fixture
-def sending(side: Side) -> Iterator[tuple[Child, GrpcSource, KVSender]]:
+def sending(side: Side, kind: str) -> Iterator[tuple[Child, GrpcSource, KVSender]]:
     """A decode process that has taken the first chunk of room 1 and holds the link back."""
-    child, source = Child(decode_process), GrpcSource(LAYOUT, "p-1", side.changed.set, LIMITS)
+    child, source = Child(decode_process, kind), source_of(side, kind)
     try:
         child.pipe.send(side.serve(source))
         sender = source.create_sender(1)
@@ -182,6 +245,31 @@ def test_a_stopped_prefill_process_fails_its_rooms_after_the_stall_timeout_and_m
     assert len(later.take()) == 1 and receiver.take() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_process_that_ends_in_mid_transfer_fails_that_room_only(side: Side, kind: str, number: signal.Signals) -> None:
+    victim, healthy = Child(big_prefill_process, kind), Child(small_prefill_process, kind)
+    sink = sink_of(side, kind)
+    try:
+        peers = [Peer(f"127.0.0.1:{child.pipe.recv()}", "p-1") for child in (victim, healthy)]
+        victim.pipe.send(number)
+        broken = sink.open(1, peers[0], 0)
+        side.until(lambda: broken.poll() is KVPoll.FAILED)
+        assert broken.take() == []
+        other = sink.open(3, peers[1], 0)
+        side.until(lambda: other.poll() in (KVPoll.SUCCESS, KVPoll.FAILED))
+        assert other.poll() is KVPoll.SUCCESS, f"a peer that stands still holds others up: {other.failure()}"
+        if number is signal.SIGSTOP:
+            victim.signal(signal.SIGCONT)
+            later = sink.open(2, peers[0], 0)
+            side.until(lambda: later.poll() in (KVPoll.SUCCESS, KVPoll.FAILED))
+            assert later.poll() is KVPoll.SUCCESS, later.failure()
+        assert broken.take() == [] and broken.poll() is KVPoll.FAILED
+    finally:
+        victim.end()
+        healthy.end()
+        sink.close()
+
+
 def test_a_killed_decode_process_fails_its_senders_at_once(sending: tuple[Child, GrpcSource, KVSender], side: Side) -> None:
     child, source, sender = sending
     assert sender.poll() is KVPoll.TRANSFERRING
@@ -189,6 +277,7 @@ def test_a_killed_decode_process_fails_its_senders_at_once(sending: tuple[Child,
     side.until(lambda: sender.poll() is KVPoll.FAILED)
     assert "went away" in str(sender.failure())
     side.until(lambda: source.open_rooms() == 0)
+    assert source.counters.snapshot().bytes_offered == 0
 
 
 def test_a_stopped_decode_process_is_told_apart_from_one_that_holds_back(

@@ -6,6 +6,7 @@ a slow link, scaled to what this machine needs for the forward of the prompt.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pdjax.checkpoints import open_checkpoint
 from pdjax.config.environment import early_send_override
 from pdjax.config.load import load_config
 from pdjax.config.schema import Config
+from pdjax.models.shape import ModelShape
 
 EXPERIMENTS = ("optimistic", "early-send", "both", "retry-storm")
 LOADS = ("turns", "poisson")
@@ -52,7 +54,7 @@ class AblationSettings:
     requests: int = 16
     rounds: int = 1
     load: str = "turns"
-    utilisation: float = 0.5
+    utilisation: float = 0.3
     decode_slots: int = 2
     on_miss: str = "park"
     delay_share: float = 1.0
@@ -81,15 +83,19 @@ class AblationSettings:
             raise ValueError("load poisson has no meaning with retry-storm, which keeps its number of requests in flight")
 
 
+POISSON = {"prompt_tokens": 2048, "cached_share": 0.8, "out": 4, "requests": 24, "rounds": 2, "decode_slots": 1, "utilisation": 0.3}
+"""Short answers: the time to first token is what is looked at, and prefill and decode may share the same cores."""
+
 DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("optimistic", "turns"): {"prompt_tokens": 512},
-    ("optimistic", "poisson"): {"prompt_tokens": 2048, "cached_share": 0.8, "requests": 24, "rounds": 2},
+    # Decode admits one at a time, so that how long a sequence holds its slot counts, as it does on a decode worker that is full.
+    ("optimistic", "poisson"): POISSON,
     # A long prompt: the hand-off holds a decode step and two hops besides the transfer, and those do not shrink.
     ("early-send", "turns"): {"prompt_tokens": 2048, "cached_share": 0.8},
-    ("early-send", "poisson"): {"prompt_tokens": 2048, "cached_share": 0.8, "requests": 24, "rounds": 2},
+    ("early-send", "poisson"): POISSON,
     # Decode answers half-way through the suffix, which is computed in four steps: what can still leave early then does.
     ("both", "turns"): {"prompt_tokens": 2048, "cached_share": 0.8, "delay_share": 0.5, "step_tokens": 112},
-    ("both", "poisson"): {"prompt_tokens": 2048, "cached_share": 0.8, "requests": 24, "rounds": 2},
+    ("both", "poisson"): POISSON,
     ("retry-storm", "turns"): {"prompt_tokens": 128, "requests": 120, "rounds": 2},
 }
 """By experiment and load; what is not named here is the default of `AblationSettings`."""
@@ -107,8 +113,9 @@ class Mode(NamedTuple):
 
 
 class Emulation(NamedTuple):
-    """What lies between the workers. None: what this machine has."""
+    """What lies between the workers. None: what this machine has. `forward_s`: the time it was scaled to."""
 
+    forward_s: float | None = None
     announce_delay_s: float | None = None
     gbytes_per_s: float | None = None
 
@@ -163,7 +170,7 @@ class Plan:
         delay_s = settings.delay_share * forward_s if settings.experiment in ("optimistic", "both") else None
         num_bytes = settings.prompt_tokens * kv_bytes_per_token(self.base)
         rate = num_bytes / 1e9 / forward_s if settings.experiment in ("early-send", "both") else None
-        return Emulation(delay_s, rate)
+        return Emulation(forward_s, delay_s, rate)
 
     def roles(self, mode: Mode, emulation: Emulation) -> Roles:
         """The configurations of one system: pools and buckets no larger than needed, a prefix cache on prefill only."""
@@ -215,7 +222,12 @@ def storm_mode(retries: int) -> str:
 
 def kv_bytes_per_token(config: Config) -> int:
     """Of the whole model: K and V of every layer."""
-    return open_checkpoint(config.model.source).shape.kv_bytes_per_token({"float32": 4, "bfloat16": 2}[config.model.dtype])
+    return _shape(config.model.source).kv_bytes_per_token({"float32": 4, "bfloat16": 2}[config.model.dtype])
+
+
+@functools.cache
+def _shape(source: str) -> ModelShape:
+    return open_checkpoint(source).shape
 
 
 def total_requests(settings: AblationSettings) -> int:

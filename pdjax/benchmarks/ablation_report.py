@@ -3,13 +3,15 @@
 The JSON of `python -m pdjax.bench ablation`:
 
   experiment, model, machine, settings
-  emulation            of each round: announce_delay_s and gbytes_per_s, null where not emulated
+  emulation            of each round: forward_s, announce_delay_s and gbytes_per_s, null where not emulated
   modes                of the main comparison, by name (`off`, `on`; `n0`, `n3`): ttft_s, handoff_s, itl_s (behind the hand-off) and
                        tokens_per_s as medians (tokens_per_s under load: all output tokens over all of the time), ttft_mean_s,
                        requests, completed, errors, error_messages
   ratio_ttft, ratio_handoff, ratio_itl, ratio_tokens_per_s, ratio_ttft_mean
                        the second mode over the first; null where one of them measured nothing
   ci95                 of the same ratios: [low, high], by resampling requests; null where there are fewer than 4 pairs
+  hidden_share         in turns: how much was won of what could be won at best: `ttft` of the shorter one of delay and forward, `handoff`
+                       of the time that the cached part takes on the link, which a forward hides; null where not emulated
   comparisons          by name (`emulated`, `control`; `n1`, `n3`) the same keys, and of each mode: `samples`, and `figures`,
                        what the workers counted meanwhile (`prefill.early_sent_pages`, `prefill.optimistic_retries`, ...)
   goals                name, value, limit, is_upper_limit, is_met
@@ -109,6 +111,8 @@ def build_report(
     """The JSON object that this module describes. The last comparison of a storm is the main one, `emulated` otherwise."""
     reports = {name: _compare(comparison) for name, comparison in comparisons.items()}
     main = reports[EMULATED if EMULATED in reports else list(reports)[-1]]
+    if settings.load == "turns" and emulations:
+        main["hidden_share"] = hidden_share(settings.cached_share, emulations, *main["modes"].values())
     return {
         "schema_version": SCHEMA_VERSION,
         "benchmark": "ablation",
@@ -171,6 +175,20 @@ def _compare(comparison: Comparison) -> dict[str, Any]:
         "modes": {comparison.base.name: base, comparison.other.name: other},
         **{metric.ratio_key: _ratio(other[metric.key], base[metric.key]) for metric in METRICS},
         "ci95": intervals,
+        "hidden_share": {"ttft": None, "handoff": None},
+    }
+
+
+def hidden_share(cached_share: float, emulations: Sequence[Emulation], off: dict[str, Any], on: dict[str, Any]) -> dict[str, float | None]:
+    """How much of a wait lay under compute, 1 being all that can. A late announcement and a forward side by side take as long as the longer
+    one: the time to first token can lose the shorter one, which is half of it at best."""
+    delay_s = _median([each.announce_delay_s for each in emulations if each.announce_delay_s is not None])
+    forward_s = _median([each.forward_s for each in emulations if each.forward_s is not None and each.gbytes_per_s is not None])
+    ttft_s, handoff_s = off["ttft_s"], off["handoff_s"]
+    is_measured = None not in (ttft_s, on["ttft_s"], handoff_s, on["handoff_s"])
+    return {
+        "ttft": _ratio(ttft_s - on["ttft_s"], min(delay_s, ttft_s - delay_s)) if is_measured and delay_s is not None else None,
+        "handoff": _ratio(handoff_s - on["handoff_s"], cached_share * forward_s) if is_measured and forward_s is not None else None,
     }
 
 
@@ -277,6 +295,9 @@ def _comparison_table(name: str, comparison: dict[str, Any]) -> Table:
             _shown(comparison[metric.ratio_key], 1.0, 3),
             "-" if bounds is None else f"{bounds[0]:.3f} .. {bounds[1]:.3f}",
         )
+    for waits, label in (("ttft", "of the delay hidden"), ("handoff", "of the transfer hidden")):
+        if (share := comparison["hidden_share"][waits]) is not None:
+            table.add_row(label, "", f"{share:.0%}", "", "")
     table.add_section()
     table.add_row("answered", *(f"{mode['completed']} of {mode['requests']}" for mode in (base, other)))
     for figure in ("prefill.early_sent_pages", "prefill.optimistic_retries"):

@@ -113,12 +113,32 @@ class SchedulerConfig(Section):
 
 
 class TransferConfig(Section):
-    kind: Literal["grpc", "device_put", "loopback"] = Field(
-        "grpc", description="how KV moves: `grpc` between processes, `device_put` inside one, `loopback` for benchmarks without a link"
+    kind: Literal["grpc", "jax_transfer", "device_put", "loopback"] = Field(
+        "grpc",
+        description="how KV moves: `grpc` between processes through host memory, `jax_transfer` between processes from device to device, "
+        "`device_put` inside one process, `loopback` for benchmarks without a link",
     )
     max_chunks_in_flight: int = Field(4, ge=1, description="chunks of one sequence between gather and install")
     bootstrap_timeout_s: float = Field(30.0, gt=0, description="how long decode waits for prefill's answer to its announcement")
     stall_timeout_s: float = Field(10.0, gt=0, description="how long a running transfer may make no progress")
+    max_offered_bytes: int = Field(
+        256 << 20, ge=1, description="jax_transfer: KV that one prefill worker holds ready to be pulled, over all sequences"
+    )
+    emulate_gbytes_per_s: float | None = Field(
+        None, gt=0, description="for measurements only: a link of this many 10^9 bytes a second out of each prefill worker; null: as fast as it is"
+    )
+    emulate_announce_delay_s: float = Field(
+        0.0, ge=0, description="for measurements only: time by which decode announces a sequence later than it could"
+    )
+
+    @model_validator(mode="after")
+    def _announcements_come_in_time(self) -> TransferConfig:
+        if self.emulate_announce_delay_s >= self.bootstrap_timeout_s:
+            raise ValueError(
+                f"transfer.emulate_announce_delay_s {self.emulate_announce_delay_s} must be below transfer.bootstrap_timeout_s "
+                f"{self.bootstrap_timeout_s}"
+            )
+        return self
 
 
 class LogConfig(Section):

@@ -39,7 +39,8 @@ class Ticket:
 
     `next_page`: the first page that has not been handed to the sender; None until bootstrap has ended. It survives retries: what has
     been sent is right and is not sent again. `num_retries`: forwards that were lost. `num_cached`: prompt tokens that the first try
-    found cached; later tries find what earlier ones have computed, which is no merit of the cache.
+    found cached; later tries find what earlier ones have computed, which is no merit of the cache. `seen_s`: when the queue first
+    looked whether it may go ahead.
     """
 
     request: SequenceRequest
@@ -48,6 +49,7 @@ class Ticket:
     next_page: int | None = None
     num_retries: int = 0
     num_cached: int | None = None
+    seen_s: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -62,6 +64,8 @@ class BootstrapQueue:
     """Keeps order of arrival. Whoever is popped from it holds a metadata slot, or has failed.
 
     `retries`: forwards that may be lost to one request because decode had not announced itself in time; 0: nobody goes ahead.
+    `grace_s`: how long a request waits for its bootstrap before it goes ahead. Announcements mostly come within milliseconds, and a
+    request that is bootstrapped when its forward is launched can send its cached prefix before it.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class BootstrapQueue:
         retries: int = 0,
         faults: FaultHooks = NO_FAULTS,
         recorder: Recorder = NO_RECORDER,
+        grace_s: float = 0.0,
     ):
+        self._grace_s = grace_s
         self._source = source
         self._metadata = metadata
         self._page_size = page_size
@@ -119,13 +125,22 @@ class BootstrapQueue:
                 ready.append(self._pop_to_line(ticket))
         return ready, failed
 
-    def pop_optimistic(self) -> list[Ticket]:
-        """Take out every request that may go ahead of its bootstrap and for which a metadata slot is free."""
+    def pop_optimistic(self, now_s: float) -> list[Ticket]:
+        """Take out every request that may go ahead of its bootstrap by now and for which a metadata slot is free."""
         hopeful = []
         for ticket in list(self._queue.values()):
-            if self.has_retries_left(ticket) and self.poll(ticket) == KVPoll.BOOTSTRAPPING and self.ensure_metadata_buffer(ticket):
+            if not self.has_retries_left(ticket) or self.poll(ticket) != KVPoll.BOOTSTRAPPING:
+                continue
+            if ticket.seen_s is None:
+                ticket.seen_s = now_s
+            if now_s >= ticket.seen_s + self._grace_s and self.ensure_metadata_buffer(ticket):
                 hopeful.append(self._pop_to_line(ticket))
         return hopeful
+
+    def next_hopeful_s(self, now_s: float) -> float | None:
+        """When the next request's grace ends; None where nobody has any left at `now_s`."""
+        times = [ticket.seen_s + self._grace_s for ticket in self._queue.values() if ticket.seen_s is not None]
+        return min((time_s for time_s in times if time_s > now_s), default=None)
 
     def num_starved(self) -> int:
         """Requests whose bootstrap has ended and that wait for a metadata slot only."""

@@ -105,11 +105,12 @@ class KVMemory:
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Assert that every page has exactly one owner, given all leases there are."""
-        private = sum(len(lease.private) for lease in leases)
+        private = [page for lease in leases for page in lease.private]
         published = self.cache.num_pages
-        assert self.pool.num_free + private + published == self.pool.total, (
-            f"{self.pool.num_free} free, {private} private and {published} published pages of {self.pool.total}"
+        assert self.pool.num_free + len(private) + published == self.pool.total, (
+            f"{self.pool.num_free} free, {len(private)} private and {published} published pages of {self.pool.total}"
         )
+        assert len(set(private)) == len(private), f"a page is in two leases: {sorted(private)}"
 
     def _allocate(self, count: int, spare_pages: int) -> list[int] | None:
         short = count + spare_pages - self.pool.num_free

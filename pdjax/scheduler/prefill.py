@@ -64,6 +64,7 @@ class PrefillScheduler:
         self._outgoing: dict[str, Outgoing] = {}
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
+        self._next_hopeful_s: float | None = None
         self.recorder = recorder
         self._outcomes = Outcomes(recorder)
         self.counts = PrefillCounts()
@@ -95,7 +96,9 @@ class PrefillScheduler:
         return self._outcomes.take()
 
     def next_deadline_s(self) -> float | None:
-        return self._deadlines.next_s()
+        """When `advance` has to be called even if nothing happens: a request's deadline, or the end of its grace before it goes ahead."""
+        times = [time_s for time_s in (self._deadlines.next_s(), self._next_hopeful_s) if time_s is not None]
+        return min(times, default=None)
 
     def submit(self, request: SequenceRequest) -> None:
         """Open the request's room, or refuse it with an outcome; a refused request leaves nothing behind."""
@@ -130,8 +133,9 @@ class PrefillScheduler:
             self.abort(request_id, "deadline", "the deadline passed during prefill")
         self._take_bootstrapped()
         self._feed_starved()
-        for ticket in self.bootstrap.pop_optimistic():
+        for ticket in self.bootstrap.pop_optimistic(now_s):
             self._line.add(ticket)
+        self._next_hopeful_s = self.bootstrap.next_hopeful_s(now_s)
         for ticket in list(self._line):
             self._look_at_waiting(ticket)
         for outgoing in list(self._outgoing.values()):

@@ -15,8 +15,8 @@ from pdjax.router.merge import Ended, Side
 from pdjax.router.policy import Pair
 from pdjax.router.sequence import Sequence
 from pdjax.simulation.arithmetic import expected_answer
-from pdjax.simulation.router import HEARTBEAT_TIMEOUT_TICKS, SETTLE_TICKS, Attempt, Router
-from pdjax.simulation.scenario import Job
+from pdjax.simulation.router import SETTLE_TICKS, Attempt, Router
+from pdjax.simulation.scenario import HEARTBEAT_TIMEOUT_TICKS, Job
 
 Outcome = Literal["ok", "cancelled", "bad_request", "deadline", "no_worker", "over_capacity", "worker_failed"]
 

@@ -13,12 +13,10 @@ from pdjax.router.merge import Merge, Side
 from pdjax.router.policy import Pair, PairPolicy
 from pdjax.router.sequence import PairRequests, Sequence
 from pdjax.simulation.process import Chance, Timeline
+from pdjax.simulation.scenario import HEARTBEAT_TIMEOUT_TICKS, STALL_TIMEOUT_TICKS
 from pdjax.simulation.trace import Trace
 from pdjax.simulation.worker import Worker
 
-HEARTBEAT_TICKS = 10
-HEARTBEAT_TIMEOUT_TICKS = 45
-STALL_TIMEOUT_TICKS = 90
 SETTLE_TICKS = 25
 """How long a sequence that is over on decode waits for prefill's last word."""
 ROOM_BITS = 62
@@ -139,6 +137,12 @@ class Router:
         if not self.fleet.heartbeat(worker.name, worker.load()):
             self.join(worker)
             self.fleet.heartbeat(worker.name, worker.load())
+
+    def leave(self, worker: Worker) -> None:
+        """The worker shuts down in order."""
+        worker.is_leaving = True
+        self.fleet.leave(worker.name)
+        self.fleet.prune()
 
     def lose(self, worker: Worker) -> None:
         """The membership stream broke."""

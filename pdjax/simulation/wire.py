@@ -10,7 +10,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from pdjax.errors import TransferError
-from pdjax.protocol import Announce, Layout, Peer
+from pdjax.protocol import Announce, KVPoll, Layout, Peer
 from pdjax.scheduler.metadata import MetadataRow
 from pdjax.simulation.process import Action, Chance, Process, Timeline
 from pdjax.simulation.scenario import LinkFaults
@@ -63,7 +63,7 @@ class Network:
             delay += self.delays.late
         self.timeline.at(delay, self._arrive, wire, announce, address)
         if self.is_faulty("announcement repeated", self.faults.repeated_announcement):
-            self.timeline.at(delay + self.chance.upto(self.delays.late), self._repeat, announce, address)
+            self.timeline.at(delay + self.chance.upto(self.delays.late), self._repeat, wire, announce, address)
 
     def _arrive(self, wire: Wire, announce: Announce, address: str) -> None:
         port = self._ports[address]
@@ -72,9 +72,10 @@ class Network:
         else:
             port.process.run(port.take, wire, announce)
 
-    def _repeat(self, announce: Announce, address: str) -> None:
+    def _repeat(self, wire: Wire, announce: Announce, address: str) -> None:
         port = self._ports[address]
-        port.process.run(port.take_repeated, announce)
+        if wire.source is not None:
+            port.process.run(port.take_repeated, announce)
 
 
 class SourcePort:
@@ -85,11 +86,17 @@ class SourcePort:
         self.process = process
         self.is_silent = False
         self._table = SenderTable(layout, peer.instance_id, network.limits, network.timeline.clock, wake)
+        self._senders: dict[int, RoomSender] = {}
         self._wires: dict[Wire, None] = {}
         network.listen(peer.address, self)
 
     def create_sender(self, room: int) -> RoomSender:
-        return self._table.create(room)
+        sender = self._senders[room] = self._table.create(room)
+        return sender
+
+    def state(self, room: int) -> KVPoll | None:
+        """Of the room's sender; None where there never was one."""
+        return self._senders[room].poll() if room in self._senders else None
 
     def open_rooms(self) -> int:
         return self._table.open_rooms()
@@ -162,6 +169,10 @@ class SinkPort:
         receiver.attach(wire)
         self.network.announce(wire, announce, source.address)
         return receiver
+
+    def state(self, room: int) -> KVPoll | None:
+        """Of the room's receiver; None where there never was one."""
+        return self._wires[room].receiver.poll() if room in self._wires else None
 
     def open_rooms(self) -> int:
         return sum(not wire.receiver.holds_nothing() for wire in self._wires.values())

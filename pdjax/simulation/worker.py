@@ -5,16 +5,19 @@ from __future__ import annotations
 import abc
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pdjax.protocol import Event, SequenceRequest, TokenOut, Tokens, WorkerInfo, WorkerLoad
+from pdjax.protocol import Event, KVPoll, SequenceRequest, TokenOut, Tokens, WorkerInfo, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.decode import DecodeScheduler
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
 from pdjax.scheduler.prefill_states import SendOrder
+from pdjax.scheduler.timeline import ClockRecorder
 from pdjax.simulation.engine import Device, Engine
 from pdjax.simulation.process import Chance, Process, Timeline
+from pdjax.simulation.stages import check_stages
 from pdjax.simulation.trace import Trace
 from pdjax.simulation.wire import SinkPort, SourcePort
 
@@ -36,6 +39,22 @@ class Surroundings(NamedTuple):
     step: int
 
 
+@dataclass(slots=True, eq=False)
+class Stream:
+    """The events of one sequence on one worker. `next_index`: of the token that comes next; None before the first."""
+
+    room: int
+    listener: Listener
+    next_index: int | None = None
+
+    def check_order(self, who: str, tokens: list[TokenOut]) -> None:
+        """Each token comes once, without gaps."""
+        for token in tokens:
+            due = token.index if self.next_index is None else self.next_index
+            assert token.index == due, f"{who} tells token {token.index} where {due} is due"
+            self.next_index = due + 1
+
+
 class Scheduler(Protocol):
     """What both schedulers have in common."""
 
@@ -53,16 +72,17 @@ class Scheduler(Protocol):
 class Worker(Process, abc.ABC):
     """One process start of one worker.
 
-    `num_forwards`: prompts computed to their end, by attempt. `streams`: who hears the events of each sequence that has not ended.
-    `is_silent`: it died without anybody being told.
+    `num_forwards`: prompts computed to their end, by attempt. `streams`: of each sequence that has not ended.
+    `is_silent`: it died without anybody being told. `is_leaving`: it has told the router that it shuts down.
     """
 
     def __init__(self, info: WorkerInfo, engine: Engine, around: Surroundings):
         super().__init__(around.timeline)
         self.info = info
         self.num_forwards: Counter[str] = Counter()
-        self.streams: dict[str, Listener] = {}
+        self.streams: dict[str, Stream] = {}
         self.is_silent = False
+        self.is_leaving = False
         self._around = around
         self._engine = engine
         self._device = Device(self, lambda: 1 + around.chance.upto(around.step), self.wake)
@@ -80,6 +100,18 @@ class Worker(Process, abc.ABC):
 
     @abc.abstractmethod
     def open_rooms(self) -> int: ...
+
+    @abc.abstractmethod
+    def room_state(self, room: int) -> KVPoll | None:
+        """Of this worker's end of the room; None where it has none."""
+
+    @abc.abstractmethod
+    def num_timelines(self) -> int:
+        """Requests whose timeline is being kept."""
+
+    @abc.abstractmethod
+    def reached(self) -> dict[str, int]:
+        """How often the scheduler did what only pressure or luck brings about."""
 
     @abc.abstractmethod
     def load(self) -> WorkerLoad: ...
@@ -110,20 +142,23 @@ class Worker(Process, abc.ABC):
         """Everything that the process held is lost. `is_silent`: connections do not break, they only fall silent."""
         self.kill()
         self.is_silent = is_silent
-        listeners = list(self.streams.values())
+        streams = list(self.streams.values())
         self.streams.clear()
-        for listener in () if is_silent else listeners:
-            listener(None)
+        for stream in () if is_silent else streams:
+            stream.listener(None)
 
     def _turn(self) -> None:
         self._is_turn_due = False
         mail, self._mail = self._mail, []
         for action, args in mail:
             action(*args)
+        failed = [name for name, stream in self.streams.items() if self.room_state(stream.room) == KVPoll.FAILED]
         self._work()
         for request_id, event in self.scheduler.take_outcomes():
             self._deliver(request_id, event)
         self.scheduler.check()
+        for name in failed:
+            assert name not in self.streams, f"the room of {name} has failed, and a turn of {self.name} later it goes on"
         if not (self._is_timer_set or self.is_idle):
             self._is_timer_set = True
             deadline = self.scheduler.next_deadline_s()
@@ -136,14 +171,21 @@ class Worker(Process, abc.ABC):
 
     def _submit(self, request: SequenceRequest, listener: Listener) -> None:
         assert request.request_id not in self.streams, f"{request.request_id} is in use on {self.name}"
-        self.streams[request.request_id] = listener
+        self.streams[request.request_id] = Stream(request.room, listener)
         self.scheduler.submit(request)
 
     def _deliver(self, request_id: str, event: Event) -> None:
         self._around.trace.note(self.name, "%s: %s", request_id, event)
         assert request_id in self.streams, f"{self.name} tells {event} of {request_id}, which is unknown or has ended"
-        listener = self.streams[request_id] if isinstance(event, Tokens) else self.streams.pop(request_id)
-        listener(event)
+        stream = self.streams[request_id]
+        if isinstance(event, Tokens):
+            stream.check_order(f"{self.name}: {request_id}", event.tokens)
+        else:
+            check_stages(request_id, event)
+            state = self.room_state(stream.room)
+            assert state in (None, KVPoll.FAILED, KVPoll.SUCCESS), f"{self.name} ends {request_id}, whose room is still {state!r}"
+            del self.streams[request_id]
+        stream.listener(event)
 
 
 class PrefillWorker(Worker):
@@ -167,8 +209,18 @@ class PrefillWorker(Worker):
     def open_rooms(self) -> int:
         return self._port.open_rooms()
 
+    def room_state(self, room: int) -> KVPoll | None:
+        return self._port.state(room)
+
+    def num_timelines(self) -> int:
+        return _num_timelines(self._scheduler)
+
     def load(self) -> WorkerLoad:
         return _load(self._scheduler)
+
+    def reached(self) -> dict[str, int]:
+        counts = self._scheduler.counts
+        return {"optimistic retries": counts.retries, "early-sent pages": counts.early_sent_pages, "cached tokens": counts.cached_tokens}
 
     def stop(self) -> None:
         super().stop()
@@ -213,6 +265,7 @@ class DecodeWorker(Worker):
     def __init__(self, info: WorkerInfo, engine: Engine, around: Surroundings):
         super().__init__(info, engine, around)
         self._is_prefill_next = True
+        self._num_local = 0
 
     def start(self, scheduler: DecodeScheduler, port: SinkPort) -> None:
         """Both need the worker's own `wake`, so they come after it."""
@@ -225,8 +278,17 @@ class DecodeWorker(Worker):
     def open_rooms(self) -> int:
         return self._port.open_rooms()
 
+    def room_state(self, room: int) -> KVPoll | None:
+        return self._port.state(room)
+
+    def num_timelines(self) -> int:
+        return _num_timelines(self._scheduler)
+
     def load(self) -> WorkerLoad:
         return _load(self._scheduler)
+
+    def reached(self) -> dict[str, int]:
+        return {"retractions": self._scheduler.num_retractions, "prompts computed on decode": self._num_local}
 
     def die(self, is_silent: bool) -> None:
         super().die(is_silent)
@@ -248,6 +310,7 @@ class DecodeWorker(Worker):
         prefill_first, self._is_prefill_next = self._is_prefill_next, not self._is_prefill_next
         for is_prefill in (prefill_first, not prefill_first):
             if is_prefill and (prefill_parts := scheduler.next_prefill()):
+                self._num_local += sum(part.is_last for part in prefill_parts)
                 self._device.launch(prefill_parts, self._engine.prefill(prefill_parts))
                 return True
             if not is_prefill and (decode_parts := scheduler.next_decode()):
@@ -277,3 +340,8 @@ def _load(scheduler: PrefillScheduler | DecodeScheduler) -> WorkerLoad:
         running=scheduler.num_running,
         free_pages=memory.pool.num_free + memory.cache.num_evictable_pages,
     )
+
+
+def _num_timelines(scheduler: PrefillScheduler | DecodeScheduler) -> int:
+    recorder = scheduler.recorder
+    return len(recorder) if isinstance(recorder, ClockRecorder) else 0

@@ -16,38 +16,48 @@ from pdjax.scheduler.pages import PagePool
 from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
 from pdjax.scheduler.radix import NullCache, RadixCache
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.timeline import NO_RECORDER, ClockRecorder, Recorder
 from pdjax.simulation import router as simulated_router
 from pdjax.simulation.call import Call
+from pdjax.simulation.checks import check_answer, check_forwards, check_nothing_held
 from pdjax.simulation.engine import Engine
 from pdjax.simulation.process import Chance, Timeline
-from pdjax.simulation.router import HEARTBEAT_TICKS, Router
-from pdjax.simulation.scenario import Incident, Job, Scenario, WorkerSize
+from pdjax.simulation.router import Router
+from pdjax.simulation.scenario import (
+    ANNOUNCE_TIMEOUT_TICKS,
+    BOOTSTRAP_TIMEOUT_TICKS,
+    HEARTBEAT_TICKS,
+    HOLD_TIMEOUT_TICKS,
+    LATE_TICKS,
+    LEAVE_TICKS,
+    NEVER,
+    STALL_TIMEOUT_TICKS,
+    Incident,
+    Scenario,
+    WorkerSize,
+)
 from pdjax.simulation.trace import Trace
 from pdjax.simulation.wire import LinkDelays, Network, SinkPort, SourcePort
 from pdjax.simulation.worker import DecodeWorker, PrefillWorker, Surroundings, Worker
 from pdjax.transfer.base import TransferLimits
 
-BOOTSTRAP_TIMEOUT_TICKS = 150
-STALL_TIMEOUT_TICKS = 60
-HOLD_TIMEOUT_TICKS = 120
-LATE_TICKS = 80
-"""How much longer a message takes that is held back."""
-
 SETTLED_TICKS = 2 * (BOOTSTRAP_TIMEOUT_TICKS + HOLD_TIMEOUT_TICKS + LATE_TICKS)
 """After the last request has ended: by then every worker that runs has let go of everything."""
 
-MAX_EVENTS = 100_000
-"""Many times what any seed needs; more is a loop without progress."""
+MAX_EVENTS = 40_000
+"""Ten times what the busiest seed needs; more is a loop without progress."""
 
 MAX_CONTEXT_TOKENS = 10_000
 
 
 class Tally(NamedTuple):
-    """What a seed was: `faults` by kind, ends of requests by outcome; `longest_wait`: of a calm seed, as a share of its bound."""
+    """What a seed was: `faults` by kind, ends of requests by outcome; `reached`: what the schedulers did that
+    only pressure or luck brings about. `longest_wait`: as a share of the bound on it."""
 
     num_events: int
     faults: Counter[str]
     outcomes: Counter[str]
+    reached: Counter[str]
     longest_wait: float
 
 
@@ -65,6 +75,7 @@ class World:
             bootstrap_timeout_s=BOOTSTRAP_TIMEOUT_TICKS,
             stall_timeout_s=STALL_TIMEOUT_TICKS,
             hold_timeout_s=HOLD_TIMEOUT_TICKS,
+            announce_timeout_s=ANNOUNCE_TIMEOUT_TICKS if scenario.can_fail else NEVER,
         )
         link = LinkDelays(delays.announce, delays.chunk, delays.message, LATE_TICKS)
         self.network = Network(timeline, self.chance, link, scenario.link_faults, limits, trace)
@@ -74,14 +85,14 @@ class World:
         self.ever: list[Worker] = []
         self.num_faults = self.network.num_faults
         self._num_open = len(self.calls)
-        self._is_forced: dict[str, bool] = {}
-
     def run(self) -> Tally:
         """Raises AssertionError, or whatever the code under test raises, where a property does not hold."""
         self._plan()
+        patient_until = max(job.at for job in self.scenario.jobs) + self.scenario.patience
         while self._num_open:
             assert self.timeline.step(), "nothing happens any more"
-            self._check_progress()
+            assert self.timeline.now <= patient_until, f"every request should have ended by {patient_until}: {self._held()}"
+            assert self.timeline.num_events < MAX_EVENTS, f"{MAX_EVENTS} events and no end: {self._held()}"
         settled_by = self.timeline.now + SETTLED_TICKS
         while not self._is_settled():
             assert self.timeline.now <= settled_by, f"{SETTLED_TICKS} ticks after the last request: {self._held()}"
@@ -97,9 +108,6 @@ class World:
             self.timeline.at(call.job.at, call.begin)
         for incident in self.scenario.incidents:
             self.timeline.at(incident.at, self._befall, incident, sizes[incident.place])
-
-    def _check_progress(self) -> None:
-        assert self.timeline.num_events < MAX_EVENTS, f"{MAX_EVENTS} events and no end: {self._held()}"
 
     def _ended(self) -> None:
         self._num_open -= 1
@@ -138,9 +146,10 @@ class World:
         limits = PrefillLimits(
             policy.step_tokens, policy.step_seqs, policy.chunk_pages, policy.max_queue, MAX_CONTEXT_TOKENS, policy.drop_on_miss
         )
-        metadata = MetadataSlots(size.metadata)
-        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, FaultHooks(self._force_retry, self._fail_poll))
-        worker.start(PrefillScheduler(self._memory(size), SlotPool(size.slots, "request"), metadata, bootstrap, limits), port)
+        slots, metadata, recorder = SlotPool(size.slots, "request"), MetadataSlots(size.metadata), self._recorder()
+        faults = FaultHooks(self._force_retry, self._fail_poll)
+        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, faults, recorder)
+        worker.start(PrefillScheduler(self._memory(size), slots, metadata, bootstrap, limits, recorder), port)
         return worker
 
     def _build_decode(self, info: WorkerInfo, size: WorkerSize) -> DecodeWorker:
@@ -149,8 +158,11 @@ class World:
         port = SinkPort(self.network, worker, info.layout, info.peer, worker.wake)
         limits = DecodeLimits(policy.step_tokens, policy.step_seqs, policy.max_queue, MAX_CONTEXT_TOKENS, policy.reserve_tokens)
         slots, metadata = SlotPool(size.slots, "request"), MetadataSlots(size.metadata)
-        worker.start(DecodeScheduler(self._memory(size), slots, metadata, port, limits), port)
+        worker.start(DecodeScheduler(self._memory(size), slots, metadata, port, limits, self._recorder()), port)
         return worker
+
+    def _recorder(self) -> Recorder:
+        return ClockRecorder(self.timeline.clock) if self.scenario.policy.is_recorded else NO_RECORDER
 
     def _memory(self, size: WorkerSize) -> KVMemory:
         policy = self.scenario.policy
@@ -169,7 +181,7 @@ class World:
 
     def _beat(self, worker: Worker) -> None:
         """Membership: a sign of life every few ticks, while the process runs."""
-        if worker.is_dead:
+        if worker.is_dead or worker.is_leaving:
             return
         if not worker.is_stopped:
             self.router.heartbeat(worker)
@@ -179,7 +191,7 @@ class World:
 
     def _befall(self, incident: Incident, size: WorkerSize) -> None:
         worker = self.places[incident.place]
-        if worker.is_dead or worker.is_stopped:
+        if worker.is_dead or worker.is_stopped or worker.is_leaving:
             return
         self.num_faults[f"{incident.kind}{', silent' if incident.is_silent and incident.kind == 'kill' else ''}"] += 1
         self.trace.note("world", "%s %s", incident.kind, worker.name)
@@ -188,17 +200,27 @@ class World:
             if incident.until is not None:
                 self.timeline.at(incident.until - incident.at, self._resume, worker)
             return
-        worker.die(incident.is_silent)
-        if not incident.is_silent:
-            self.timeline.at(self.chance.upto(self.scenario.delays.message), self.router.lose, worker)
+        if incident.kind == "leave":
+            self.router.leave(worker)
+            self.timeline.at(LEAVE_TICKS, self._die, worker, False)
+        else:
+            self._die(worker, incident.is_silent)
         if incident.until is not None:
             self.timeline.at(incident.until - incident.at, self._succeed, incident.place, size)
+
+    def _die(self, worker: Worker, is_silent: bool) -> None:
+        if worker.is_dead:
+            return
+        worker.die(is_silent)
+        if not is_silent:
+            self.timeline.at(self.chance.upto(self.scenario.delays.message), self.router.lose, worker)
 
     def _resume(self, worker: Worker) -> None:
         self.trace.note("world", "%s goes on", worker.name)
         worker.resume()
 
     def _succeed(self, place: int, size: WorkerSize) -> None:
+        self._die(self.places[place], is_silent=False)  # one that leaves may not be through yet
         self.trace.note("world", "a new worker starts at place %d", place)
         self.places[place] = self._spawn(place, size)
 
@@ -226,9 +248,7 @@ class World:
         for worker in self._running():
             check_nothing_held(worker)
         for worker in self.ever:
-            for attempt, count in worker.num_forwards.items():
-                most = self.scenario.policy.retries + 1
-                assert count <= most, f"{attempt} was computed {count} times on {worker.name}, at most {most} are allowed"
+            check_forwards(worker, self.scenario.policy.retries)
         for member in self.router.fleet.members():
             assert not member.outstanding_sequences and not member.outstanding_tokens, f"{member.instance_id} has outstanding work"
         for call in self.calls:
@@ -237,58 +257,7 @@ class World:
     def _tally(self) -> Tally:
         waits = [(call.ended_at - call.job.at) / self.scenario.patience for call in self.calls]
         outcomes = Counter(call.outcome or "" for call in self.calls)
-        return Tally(self.timeline.num_events, self.num_faults, outcomes, 0.0 if self.scenario.can_fail else max(waits))
-
-
-def check_nothing_held(worker: Worker) -> None:
-    """On a worker that has nothing to do: slots, pages, rows, rooms, deadlines and streams are all back; the tree lets go of every page."""
-    scheduler = worker.scheduler
-    assert isinstance(scheduler, PrefillScheduler | DecodeScheduler), worker.name
-    scheduler.check()
-    memory = scheduler.memory
-    held = {
-        "request slots": scheduler.slots.num_held,
-        "metadata slots": scheduler.metadata.num_held,
-        "private pages": memory.num_private,
-        "locked pages": memory.cache.num_pages - memory.cache.num_evictable_pages,
-        "rooms": worker.open_rooms(),
-        "streams": len(worker.streams),
-        "deadlines": int(scheduler.next_deadline_s() is not None),
-    }
-    assert not any(held.values()), f"{worker.name} still holds {held}"
-    memory.cache.reset()
-    assert memory.pool.num_free == memory.pool.total, f"{worker.name} has lost {memory.pool.total - memory.pool.num_free} pages"
-
-
-def check_answer(call: Call, scenario: Scenario) -> None:
-    """The end of a request: a whole answer, or one that breaks off for a reason that the scenario explains."""
-    job, num_tokens = call.job, len(call.tokens)
-    where = f"{job.name} ended with {call.outcome} at {call.ended_at} after {num_tokens} of {len(call.expected)} tokens"
-    if call.outcome == "ok":
-        check_whole(call, where)
-    elif call.outcome == "deadline":
-        assert call.ended_at >= job.deadline, f"{where}, its deadline is {job.deadline}"
-    elif call.outcome == "cancelled":
-        assert job.cancel_at is not None and call.ended_at >= job.cancel_at, where
-    elif call.outcome == "over_capacity":
-        assert scenario.policy.max_queue < len(scenario.jobs), where
-    else:
-        assert scenario.can_fail and call.outcome in ("no_worker", "worker_failed"), where
-    if not scenario.can_fail:
-        assert call.sequence.num_failed == 0, f"{where}: {call.sequence.last_failure}, and nothing went wrong"
-        waited = call.ended_at - job.at
-        assert waited <= scenario.patience, f"{where}: it waited {waited} ticks, {scenario.patience} are enough"
-
-
-def check_whole(call: Call, where: str) -> None:
-    """Every token is there (each was compared when it came), and the end says why it is one."""
-    finished = call.finished
-    assert finished is not None and len(call.tokens) == len(call.expected), where
-    sampling = call.job.sampling
-    is_stop = call.expected[-1] in sampling.stop_token_ids and len(call.expected) >= sampling.min_tokens
-    assert finished.reason == ("stop" if is_stop else "length"), f"{where}: the reason is {finished.reason}"
-    assert finished.stop_token == (call.expected[-1] if is_stop else None), f"{where}: the stop token is {finished.stop_token}"
-    assert 0 <= finished.cached_tokens <= len(call.job.prompt), f"{where}: {finished.cached_tokens} cached tokens"
-
-
-__all__ = ["Job", "Tally", "World", "check_answer", "check_nothing_held"]
+        reached: Counter[str] = Counter()
+        for worker in self.ever:
+            reached.update(worker.reached())
+        return Tally(self.timeline.num_events, self.num_faults, outcomes, reached, max(waits))

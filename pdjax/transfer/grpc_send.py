@@ -12,7 +12,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
@@ -199,6 +199,16 @@ class RoomWriter:
                 if not done:
                     await self.accept()
             return awaited.result()
+        finally:
+            failed.cancel()
+            awaited.cancel()
+
+
+    async def silent_until(self, awaited: asyncio.Future[Any]) -> None:
+        """Await what follows the last frame, or the room's failure. `awaited` is done then, or cancelled."""
+        failed = asyncio.ensure_future(self.outlet.until_failed())
+        try:
+            await asyncio.wait({awaited, failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             failed.cancel()
             awaited.cancel()

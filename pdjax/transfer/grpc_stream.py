@@ -1,9 +1,13 @@
-"""KV over gRPC, staged through host memory: works between any two machines.
+"""KV between processes, one gRPC server stream a room. How chunks move is one of two:
 
-One server stream a room is announcement, control and data channel in one. Decode calls `FetchKV(Announce)` on prefill and reads:
+* as bytes in the stream itself, staged through host memory (`grpc_bytes`): works between any two machines;
+* device to device beside it, offered in the stream and pulled (`jax_send`, `jax_receive`).
+
+The stream is announcement and control channel in one. Decode calls `FetchKV(Announce)` on prefill and reads:
 
     Accepted                       the room has a sender; repeated as a sign of life while there is nothing to send
-    ChunkHead, ChunkData ...       one chunk, in frames of KV_FRAME_BYTES
+    ChunkHead, ChunkData ...       one chunk, in frames of KV_FRAME_BYTES; or
+    ChunkOffer                     one chunk to be pulled; decode calls `PulledKV(ChunkPulled)` when it has it
     ChunkLast                      the metadata row; the stream ends
     SendFailed                     at any place: prefill failed the room; the stream ends
     Refused                        instead of Accepted: these two workers can never work together
@@ -14,11 +18,12 @@ Who owes what, and for how long:
 * Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times
   in that time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no
   clock runs; a connection that breaks meanwhile is noticed with the next `take`.
-* Sender: a frame that is not accepted may mean a receiver that holds back on purpose, which is no fault. One that is stopped or
-  unreachable is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past both, a frame that waits for
-  `bootstrap_timeout_s` fails the room. What gRPC has of that frame is let go when the stream ends.
-* The end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the
-  receiver's flow control. A receiver that finds the last chunk damaged fails on its own side only, and says so to the router.
+* Sender: a frame that is not accepted, or an offer that is not taken, may mean a receiver that holds back on purpose, which is no
+  fault. One that is stopped or unreachable is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past
+  both, what waits for `hold_timeout_s` fails the room. What gRPC has of a frame is let go when the stream ends.
+* With bytes, the end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the
+  receiver's flow control. A receiver that finds the last chunk damaged fails on its own side only, and says so to the router. With
+  offers, SUCCESS means that every chunk was verified.
 """
 
 from __future__ import annotations
@@ -29,15 +34,16 @@ import time
 
 import grpc
 import grpc.aio
+import msgspec
 
 from pdjax import rpc
 from pdjax.errors import TransferError
 from pdjax.protocol import Announce, Layout, Peer, Refused, SendFailed
 from pdjax.transfer.base import KVReceiver, KVSender, KVSink, KVSource, TransferLimits, Wake
-from pdjax.transfer.frames import PageForm
+from pdjax.transfer.emulation import make_delay
 from pdjax.transfer.grpc_channels import ChannelCache
-from pdjax.transfer.grpc_receive import Lander, Landing, RoomFetch
-from pdjax.transfer.grpc_send import Failure, HostCopier, LoopOutlet, RoomStream, Write
+from pdjax.transfer.grpc_receive import Lander, RoomFetch
+from pdjax.transfer.grpc_send import Carriers, Failure, LoopOutlet, RoomStream, RoomWriter, Write
 from pdjax.transfer.receiver import RoomReceiver, announcement
 from pdjax.transfer.rooms import Clock, Counters, FailureKind
 from pdjax.transfer.sender import RoomSender, SenderTable
@@ -58,6 +64,7 @@ class GrpcSource(KVSource):
         self,
         layout: Layout,
         instance_id: str,
+        carriers: Carriers,
         wake: Wake,
         limits: TransferLimits = TransferLimits(),
         clock: Clock = time.monotonic,
@@ -65,7 +72,7 @@ class GrpcSource(KVSource):
         self._instance_id = instance_id
         self._limits = limits
         self._table = SenderTable(layout, instance_id, limits, clock, wake)
-        self._copier = HostCopier(PageForm.of(layout), self._table.counters)
+        self._carriers = carriers
 
     @property
     def counters(self) -> Counters:
@@ -80,34 +87,46 @@ class GrpcSource(KVSource):
     def close(self) -> None:
         """Every stream that is open ends with `SendFailed`. Waits for copies that run, not for receivers."""
         self._table.close("the prefill worker is shutting down")
-        self._copier.close()
+        self._carriers.close()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `server.add_generic_rpc_handlers`: serves `rpc.FETCH_KV`."""
+        """For `server.add_generic_rpc_handlers`: serves `rpc.FETCH_KV` and what the carriers need."""
         service, name = rpc.FETCH_KV.lstrip("/").split("/")
         method = grpc.unary_stream_rpc_method_handler(
             self.serve_fetch, request_deserializer=rpc.decoder(Announce), response_serializer=rpc.encode
         )
-        return grpc.method_handlers_generic_handler(service, {name: method})
+        return grpc.method_handlers_generic_handler(service, {name: method, **self._carriers.methods()})
 
     async def serve_fetch(self, announce: Announce, context: grpc.aio.ServicerContext) -> None:
         """Serve one room, writing to `context`. gRPC cancels it when the receiver goes away."""
         outlet = LoopOutlet(asyncio.get_running_loop())
         try:
+            self._check_transport(announce)
             self._table.announce(announce, outlet)
         except TransferError as error:
             await context.write(SendFailed(str(error)) if error.retriable else Refused(str(error)))
             return
         try:
-            await self._serve_admitted(announce.room, outlet, context.write)
+            await self._serve_admitted(announce, outlet, context.write)
         finally:
             outlet.close()
 
-    async def _serve_admitted(self, room: int, outlet: LoopOutlet, write: Write) -> None:
+    def _check_transport(self, announce: Announce) -> None:
+        if announce.transport != self._carriers.transport:
+            self.counters.failed(FailureKind.REFUSED)
+            both = f"transfer.kind {self._carriers.transport!r} here, {announce.transport!r} there"
+            raise TransferError(
+                f"prefill worker {self._instance_id!r} (here) and decode worker {announce.receiver.address} (there) do not fit: {both}",
+                retriable=False,
+            )
+
+    async def _serve_admitted(self, announce: Announce, outlet: LoopOutlet, write: Write) -> None:
+        room = announce.room
         try:
             sender = await self._await_sender(room, outlet, write)
             if sender is not None:
-                await RoomStream(outlet, write, self._copier, self._instance_id, self._limits).run(sender)
+                writer = RoomWriter(outlet, write, self._instance_id, self._limits)
+                await RoomStream(writer, self._carriers.open(announce, writer)).run(sender)
         except asyncio.CancelledError:
             self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away")
             raise
@@ -145,7 +164,7 @@ class GrpcSink(KVSink):
         self,
         layout: Layout,
         peer: Peer,
-        landing: Landing,
+        lander: Lander,
         loop: asyncio.AbstractEventLoop,
         wake: Wake,
         limits: TransferLimits = TransferLimits(),
@@ -159,7 +178,8 @@ class GrpcSink(KVSink):
         self._loop = loop
         self.counters = Counters()
         self._channels = ChannelCache()
-        self._lander = Lander(PageForm.of(layout), landing, self.counters)
+        self._lander = lander
+        self._delay = make_delay(limits.emulation)
         self._fetches: dict[int, RoomFetch] = {}
         self._is_closed = False
 
@@ -168,19 +188,21 @@ class GrpcSink(KVSink):
         if self._is_closed:
             raise ValueError(f"room {room}: the transport is closed")
         announce = announcement(room, source, decode_prefix_tokens, self._layout, self._peer)
+        announce = msgspec.structs.replace(announce, transport=self._lander.transport)
         self._forget_ended()
         if room in self._fetches:
             raise ValueError(f"room {room} is taken: it has a receiver already")
         receiver = RoomReceiver(room, self._limits, self._clock, self._wake, self.counters)
-        fetch = RoomFetch(receiver, announce, source, self._channels, self._lander, self._limits.max_chunks_in_flight)
+        max_chunks = self._limits.max_chunks_in_flight
+        fetch = RoomFetch(receiver, announce, source, self._channels, self._lander, max_chunks, self._delay)
         receiver.attach(fetch)
         self._fetches[room] = fetch
         fetch.start(self._loop)
         return receiver
 
     def open_rooms(self) -> int:
-        self._forget_ended()
-        return len(self._fetches)
+        # Asked for by heartbeats, in another thread than the engine loop, which alone changes the table.
+        return sum(not fetch.holds_nothing() for fetch in list(self._fetches.values()))
 
     def close(self) -> None:
         """Every stream that is open is cancelled.

@@ -100,10 +100,10 @@ class RoomReceiver(KVReceiver):
             self._intake = intake
 
     def accepted(self) -> None:
+        self.meter.accepted()
         with self._lock:
             self._deadline_s = None
             self._state.raise_to(KVPoll.TRANSFERRING)
-        self.meter.accepted()
         self._wake()
 
     def awaits_sender(self) -> None:

@@ -25,11 +25,16 @@ from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
 from pdjax.scheduler.radix import NullCache, RadixCache
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import ClockRecorder
-from pdjax.transfer.base import KVSink, KVSource, TransferLimits, Wake
+from pdjax.transfer.base import Emulation, KVSink, KVSource, TransferLimits, Wake
 from pdjax.worker.decode import DecodeRole
+from pdjax.worker.optimism import optimistic_retries
 from pdjax.worker.prefill import PrefillRole, no_early_sends
 
 logger = logging.getLogger(__name__)
+
+OPTIMISM_GRACE_S = 0.015
+"""What a prompt waits for its bootstrap before it goes ahead. Announcements of an idle decode worker come within 3-5 ms; a request that
+is bootstrapped in time loses nothing, and it can send its cached prefix before its forward, which one that goes ahead cannot."""
 
 
 def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[str, np.ndarray]:
@@ -73,10 +78,13 @@ def worker_info(checkpoint: Checkpoint, config: Config, role: str, peer: Peer) -
 
 
 def transfer_limits(config: Config) -> TransferLimits:
+    rate = config.transfer.emulate_gbytes_per_s
     return TransferLimits(
         max_chunks_in_flight=config.transfer.max_chunks_in_flight,
         bootstrap_timeout_s=config.transfer.bootstrap_timeout_s,
         stall_timeout_s=config.transfer.stall_timeout_s,
+        announce_timeout_s=config.server.request_timeout_s,
+        emulation=Emulation(None if rate is None else rate * 1e9, config.transfer.emulate_announce_delay_s),
     )
 
 
@@ -90,10 +98,10 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
         max_context_tokens=_max_context_tokens(checkpoint, config),
         drop_on_miss=config.scheduler.on_miss == "retry",
     )
-    retries = config.scheduler.optimistic_prefill_retries
+    retries = optimistic_retries(config)
     faults = FaultHooks(should_force_retry, should_fail_poll)
     recorder = ClockRecorder(time.time)
-    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size, retries, faults, recorder)
+    bootstrap = BootstrapQueue(source, metadata, config.engine.page_size, retries, faults, recorder, OPTIMISM_GRACE_S)
     slots = SlotPool(config.engine.max_running, "request")
     scheduler = PrefillScheduler(_memory(config), slots, metadata, bootstrap, limits, recorder)
     override = early_send_override()

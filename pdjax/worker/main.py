@@ -22,10 +22,10 @@ from pdjax.engine.engine import Engine
 from pdjax.observe.progress import Progress
 from pdjax.observe.signals import stop_signals
 from pdjax.protocol import Peer
-from pdjax.transfer.grpc_receive import Landing
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
 from pdjax.worker.loop import EngineLoop
+from pdjax.worker.links import make_carriers, make_lander
 from pdjax.worker.membership import RouterLink
 from pdjax.worker.role import Role
 from pdjax.worker.service import sequence_handler
@@ -83,13 +83,14 @@ async def _serve(config: Config, role: str, checkpoint: Checkpoint, engine: Engi
 
 
 def _prefill_parts(engine: Engine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
-    source = GrpcSource(layout_of(checkpoint, config), peer.instance_id, wake, transfer_limits(config))
+    layout, limits = layout_of(checkpoint, config), transfer_limits(config)
+    source = GrpcSource(layout, peer.instance_id, make_carriers(config, layout, limits), wake, limits)
     return _Parts(build_prefill(engine, checkpoint, config, source, wake), [source.handler()], rpc.PREFILL)
 
 
 def _decode_parts(engine: Engine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
-    landing = Landing(engine.put, config.engine.transfer_buckets)
-    sink = GrpcSink(layout_of(checkpoint, config), peer, landing, asyncio.get_running_loop(), wake, transfer_limits(config))
+    layout, limits = layout_of(checkpoint, config), transfer_limits(config)
+    sink = GrpcSink(layout, peer, make_lander(config, layout, limits, engine), asyncio.get_running_loop(), wake, limits)
     return _Parts(build_decode(engine, checkpoint, config, sink, wake), [], rpc.DECODE)
 
 

@@ -1,0 +1,51 @@
+"""How KV moves between worker processes, as `transfer.kind` says."""
+
+from __future__ import annotations
+
+import socket
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from pdjax.config.schema import Config
+from pdjax.engine.engine import Engine
+from pdjax.protocol import Layout
+from pdjax.transfer.base import TransferLimits
+from pdjax.transfer.checksum import ChecksumPrograms
+from pdjax.transfer.frames import PageForm
+from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.grpc_receive import Lander
+from pdjax.transfer.grpc_send import Carriers
+from pdjax.transfer.jax_receive import PullLander
+from pdjax.transfer.jax_send import Endpoint, OfferCarriers
+
+
+def make_carriers(config: Config, layout: Layout, limits: TransferLimits) -> Carriers:
+    """What a prefill worker sends with; compiles what that needs. Raises ValueError or OSError where this machine cannot do it."""
+    if config.transfer.kind == "jax_transfer":
+        return OfferCarriers(_programs(config, layout), _endpoint(config), config.transfer.max_offered_bytes, limits.emulation)
+    return ByteCarriers(layout, limits.emulation)
+
+
+def make_lander(config: Config, layout: Layout, limits: TransferLimits, engine: Engine) -> Lander:
+    """What a decode worker receives with; compiles what that needs. Raises ValueError or OSError where this machine cannot do it."""
+    buckets = config.engine.transfer_buckets
+    if config.transfer.kind == "jax_transfer":
+        return PullLander(_programs(config, layout), buckets[-1], _endpoint(config), limits.stall_timeout_s)
+    return ByteLander(layout, Landing(engine.put, buckets))
+
+
+def _programs(config: Config, layout: Layout) -> ChecksumPrograms:
+    return ChecksumPrograms(PageForm.of(layout), config.engine.transfer_buckets, SingleDeviceSharding(_device()))
+
+
+def _endpoint(config: Config) -> Endpoint:
+    """At the address under which others reach this worker: its servers tell it to each other."""
+    host = config.worker.advertise_host or config.worker.host
+    address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    return Endpoint(str(address), _device())
+
+
+def _device() -> jax.Device:
+    """A worker process runs on JAX's first device."""
+    return jax.devices()[0]

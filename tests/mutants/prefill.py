@@ -1,0 +1,168 @@
+"""Faults of the prefill scheduler, its bootstrap queue and its chunks."""
+
+from __future__ import annotations
+
+from tests.mutants.base import Mutant
+
+BOOTSTRAP = "scheduler/bootstrap.py"
+CHUNKS = "scheduler/chunks.py"
+PREFILL = "scheduler/prefill.py"
+
+MUTANTS = (
+    Mutant(
+        "a starved request ends the scan",
+        BOOTSTRAP,
+        """            elif state > KVPoll.BOOTSTRAPPING and self.finalize_bootstrap(ticket):
+                ready""",
+        """            elif state > KVPoll.BOOTSTRAPPING and not self.finalize_bootstrap(ticket):
+                break
+            elif state > KVPoll.BOOTSTRAPPING:
+                ready""",
+        "a failed request behind it is not cleaned up in the same pass",
+        (37, 1444, 2741),
+    ),
+    Mutant(
+        "an abort keeps the metadata slot",
+        PREFILL,
+        """        ticket.sender.fail(message)
+        self.bootstrap.maybe_release_metadata_buffer(ticket)
+""",
+        """        ticket.sender.fail(message)
+""",
+        "every abort costs a slot for good",
+        (5, 11, 12),
+    ),
+    Mutant(
+        "bootstrap is finalized before it has ended",
+        BOOTSTRAP,
+        "if self.poll(ticket) <= KVPoll.BOOTSTRAPPING or not",
+        "if self.poll(ticket) < KVPoll.BOOTSTRAPPING or not",
+        "pages would be sent before decode has said where they start",
+        (2, 3, 6),
+    ),
+    Mutant(
+        "a retry is not counted",
+        PREFILL,
+        "        outgoing.ticket.num_retries += 1\n",
+        "",
+        "a request is computed more than N + 1 times",
+        (19, 45, 50),
+    ),
+    Mutant(
+        "sending starts one page too late",
+        BOOTSTRAP,
+        "ticket.sender.decode_prefix_tokens // self._page_size\n",
+        "-(-(ticket.sender.decode_prefix_tokens + 1) // self._page_size)\n",
+        "decode never gets the first page that it lacks",
+        (1, 3, 4),
+    ),
+    Mutant(
+        "pages are published when they are leased",
+        PREFILL,
+        """        self._line.remove(ticket)
+        cached =""",
+        """        self._line.remove(ticket)
+        self.memory.publish(lease, prompt)
+        cached =""",
+        "others read pages that nobody has computed",
+        (3, 7, 8),
+    ),
+    Mutant(
+        "an aborted prompt waits for its step",
+        PREFILL,
+        """            outgoing = self._outgoing[request_id]
+            outgoing.seq.is_dropped = True
+""",
+        """            outgoing = self._outgoing[request_id]
+""",
+        "the result of the step finds nobody",
+        (11, 50, 63),
+    ),
+    Mutant(
+        "parked requests are not looked at",
+        PREFILL,
+        """            self._look_at_outgoing(outgoing)
+        for ticket""",
+        """            if outgoing.parked is None:
+                self._look_at_outgoing(outgoing)
+        for ticket""",
+        "the end of bootstrap never wakes them",
+        (3, 10, 51),
+    ),
+    Mutant(
+        "parked requests keep their pages",
+        PREFILL,
+        "        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):\n",
+        "        while seq is None and ticket.is_bootstrapped and (parked := None):\n",
+        "a bootstrapped request waits for one that waits for it",
+        (765, 1781, 1810),
+    ),
+    Mutant(
+        "optimists keep their metadata slots",
+        PREFILL,
+        "        while self.metadata.num_free == 0 and self.bootstrap.num_starved():\n",
+        "        while False:\n",
+        "a bootstrapped request waits for one that waits for it",
+        (321, 396, 1390),
+    ),
+    Mutant(
+        "the metadata row leaves before the last page",
+        PREFILL,
+        "(ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq)",
+        "(ticket.next_page or 0) + 1 < self._num_sendable_pages(outgoing.seq)",
+        "decode takes the transfer for complete",
+        (31, 36, 79),
+    ),
+    Mutant(
+        "a failed request keeps its deadline",
+        PREFILL,
+        """        self.bootstrap.maybe_release_metadata_buffer(ticket)
+        self._deadlines.remove(ticket.request_id)
+        self._outcomes.fail""",
+        """        self.bootstrap.maybe_release_metadata_buffer(ticket)
+        self._outcomes.fail""",
+        "the heap of deadlines grows with every failure",
+        (3, 5, 11),
+    ),
+    Mutant(
+        "a prompt that ends with its first token keeps its room",
+        PREFILL,
+        """        ticket.sender.fail("the answer ended with its first token")
+""",
+        "",
+        "decode holds a reservation for an answer that is over",
+        (5, 7, 13),
+    ),
+    Mutant(
+        "the last token of a prompt is taken from the cache",
+        PREFILL,
+        "self.memory.lease(prompt, len(prompt) - 1, len(prompt))",
+        "self.memory.lease(prompt, len(prompt), len(prompt))",
+        "nothing is computed, so nothing chooses the first token",
+        (39, 45, 47),
+    ),
+    Mutant(
+        "pages leave before the step that computes them",
+        PREFILL,
+        "self._sends_until(outgoing, part.start // self.memory.page_size",
+        "self._sends_until(outgoing, part.end // self.memory.page_size",
+        "decode gets what the page held before",
+        (19, 32, 34),
+    ),
+    Mutant(
+        "an early send goes on from its own end",
+        PREFILL,
+        "first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)",
+        "first, ticket.next_page = ticket.next_page, ticket.next_page + self.limits.max_chunk_pages",
+        "pages behind the chunk are skipped",
+        (1, 19, 32),
+    ),
+    Mutant(
+        "a chunk larger than its budget",
+        CHUNKS,
+        "        if count < remaining:\n            count = (seq.num_launched + count) // page_size * page_size - seq.num_launched\n",
+        "        if count < remaining:\n            count = -(-(seq.num_launched + count) // page_size) * page_size - seq.num_launched\n",
+        "a chunk reaches behind the prompt",
+        (3, 66, 72),
+    ),
+)
