@@ -323,22 +323,17 @@ def test_a_link_whose_pull_does_not_come_is_given_up_and_the_next_room_gets_a_ne
         rig.close()
 
 
-def test_an_array_that_failed_on_the_device_is_never_offered(rig: JaxRig) -> None:
-    """Such an array is ready like any other."""
+def test_an_array_that_failed_on_the_device_is_never_offered(rig: JaxRig, links: tuple[OfferLink, PullLink]) -> None:
+    offers, pulls = links
+    offers.withdraw(7)
+    failed = pulls.pull(7, spec(2), lambda kv: kv).result(WAIT_S)  # an array of the device's that will have failed
     sender, receiver = rig.pair()
-    sender.send(0, 2, failed_array(2))
+    sender.send(0, 2, failed)
     rig.until(lambda: receiver.poll() is KVPoll.FAILED and sender.poll() is KVPoll.FAILED)
-    assert "went wrong on purpose" in str(receiver.failure())
+    assert "out of range" in str(receiver.failure()) and receiver.take() == []
+    assert failed.is_ready(), "as is one that is good"
     assert rig.counts()[0].failures == {"device": 1} and rig.counts()[0].bytes_offered == 0
     rig.assert_nothing_open()
-
-
-def failed_array(num_rows: int) -> jax.Array:
-    def fail(rows: np.ndarray) -> np.ndarray:
-        raise RuntimeError("went wrong on purpose")
-
-    form = jax.ShapeDtypeStruct((num_rows, *PAGE.shape), PAGE.dtype)
-    return jax.jit(lambda: jax.pure_callback(fail, form, jnp.zeros(form.shape, form.dtype)))()
 
 
 # -- bounds --
@@ -392,7 +387,9 @@ def stuck_pair(rig: JaxRig, room: int = 1) -> tuple[KVSender, KVReceiver]:
 def test_a_sender_that_fails_withdraws_what_it_offered(rig: JaxRig) -> None:
     sender, receiver = stuck_pair(rig)
     sender.fail("the client went away")
-    rig.until(lambda: receiver.poll() is KVPoll.FAILED)
+    rig.until(lambda: offered(rig) == 0)
+    rig.drain(receiver)
+    assert "the client went away" in str(receiver.failure())
     rig.assert_nothing_open()
     counts = rig.counts()[0]
     assert counts.bytes_offered == 0 and counts.chunks_withdrawn == 2

@@ -153,6 +153,17 @@ def decode_process(pipe: Connection, kind: str) -> None:
     threading.Event().wait()
 
 
+def big_decode_process(pipe: Connection, kind: str) -> None:
+    """Fetches room 1 and stops itself when its big chunk is on the way."""
+    side = Side()
+    receiver = sink_of(side, kind).open(1, Peer(f"127.0.0.1:{pipe.recv()}", "p-1"), 0)
+    side.until(lambda: receiver.poll() is KVPoll.TRANSFERRING)
+    pipe.send("accepted")
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
+
+
 class Child:
     def __init__(self, target: Callable[[Connection, str], None], kind: str) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
@@ -278,6 +289,29 @@ def test_a_killed_decode_process_fails_its_senders_at_once(sending: tuple[Child,
     assert "went away" in str(sender.failure())
     side.until(lambda: source.open_rooms() == 0)
     assert source.counters.snapshot().bytes_offered == 0
+
+
+def test_a_decode_process_that_stops_in_mid_transfer_fails_that_room_only(side: Side, kind: str) -> None:
+    child, source, sink = Child(big_decode_process, kind), source_of(side, kind), sink_of(side, kind)
+    try:
+        port = side.serve(source)
+        child.pipe.send(port)
+        sender = source.create_sender(1)
+        assert child.pipe.recv() == "accepted"
+        side.until(sender.can_send)
+        sender.send(0, BIG_PAGES, jax.device_put(np.ones((BIG_PAGES, *ROWS_SHAPE[1:]), np.float32)))
+        child.pipe.send("stop")
+        other, receiver = source.create_sender(2), sink.open(2, Peer(f"127.0.0.1:{port}", "p-1"), 0)
+        side.until(other.can_send)
+        other.send(0, 4, jax.device_put(np.ones(ROWS_SHAPE, np.float32)))
+        other.finish(b"m")
+        side.until(lambda: receiver.poll() in (KVPoll.SUCCESS, KVPoll.FAILED))
+        assert receiver.poll() is KVPoll.SUCCESS, f"a peer that stands still holds others up: {receiver.failure()}"
+        side.until(lambda: sender.poll() is KVPoll.FAILED or source.counters.snapshot().chunks_sent == 2)
+    finally:
+        child.end()
+        sink.close()
+        source.close()
 
 
 def test_a_stopped_decode_process_is_told_apart_from_one_that_holds_back(

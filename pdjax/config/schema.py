@@ -101,7 +101,10 @@ class SchedulerConfig(Section):
     max_step_tokens: int = Field(512, ge=1, description="token budget of one prefill step; longer prompts are computed in chunks")
     metadata_slots: int | None = Field(None, ge=1, description="metadata rows of one worker; default: 2 x engine.max_running")
     optimistic_prefill_retries: int = Field(
-        0, ge=0, le=100, description="forwards that may be lost to a prompt because decode had not announced itself in time; 0: never go ahead"
+        1,
+        ge=0,
+        le=100,
+        description="forwards that may be lost to a prompt because decode had not announced itself in time; 0: never go ahead",
     )
     on_miss: Literal["park", "retry"] = Field(
         "park", description="a prompt computed before decode announced itself: keep its KV (park), or let go of it at once (retry)"
