@@ -1,4 +1,4 @@
-"""`python -m pdjax.simulate`: run the schedulers and the router's policy under a virtual clock, seed by seed, with everything going wrong."""
+"""`python -m pdjax.simulate`: run schedulers and router policy under a virtual clock, seed by seed, with everything going wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seeds", type=parse_seeds, metavar="A:B", help="run seeds A to B - 1")
     what.add_argument("--trace", type=int, metavar="SEED", help="run one seed and print its events")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that share the seeds (default: %(default)s)")
+    num_cpus = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=int, default=num_cpus, metavar="N", help="processes that share the seeds (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
@@ -85,7 +86,8 @@ def check(seeds: range, num_jobs: int) -> int:
 def summary(total: Report, seconds: float) -> str:
     verdict = f"{len(total.failures)} DO NOT HOLD" if total.failures else "all hold"
     requests = f"{sum(total.outcomes.values())} requests ({counts(total.outcomes)})"
-    return f"{total.num_seeds} seeds, {verdict}: {requests}, {total.num_events} events, {sum(total.faults.values())} faults, {seconds:.1f} s"
+    happened = f"{total.num_events} events, {sum(total.faults.values())} faults"
+    return f"{total.num_seeds} seeds, {verdict}: {requests}, {happened}, {seconds:.1f} s"
 
 
 def counts(counter: Counter[str]) -> str:

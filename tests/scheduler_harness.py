@@ -191,6 +191,7 @@ class Cluster:
         reserve=4,
         retries=0,
         grace=0.0,
+        max_held=64,
         drop_on_miss=False,
         faults=NO_FAULTS,
         early_send=True,
@@ -209,7 +210,7 @@ class Cluster:
             SlotPool(slots, "request"),
             prefill_metadata,
             BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults, recorders[0], grace),
-            PrefillLimits(step_tokens, 4, 3, 1000, 10_000, drop_on_miss),
+            PrefillLimits(step_tokens, 4, 3, 1000, 10_000, drop_on_miss, max_held),
             recorders[0],
         )
         limits = DecodeLimits(step_tokens, 4, 1000, 10_000, reserve)
@@ -276,6 +277,7 @@ class Cluster:
             assert scheduler.memory.num_private == 0
             assert scheduler.memory.cache.num_evictable_pages == scheduler.memory.cache.num_pages
             assert scheduler.next_deadline_s() is None
+        assert self.prefill._holding.num_pages == 0
 
     def _turn_prefill(self):
         scheduler, engine = self.prefill, self.prefill_engine

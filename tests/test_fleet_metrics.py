@@ -136,7 +136,7 @@ def test_pages_sent_early_are_counted_once_in_pages_and_bytes(roles):
     gauges = made["prefill"].load().gauges
     assert gauges["early_sent_pages_total"] == cluster.prefill.counts.early_sent_pages > 0
     assert gauges["early_sent_bytes_total"] == gauges["early_sent_pages_total"] * PAGE_BYTES
-    handed_over = {when: gauges[f"kv_pages_handed_over_total{{when={when}}}"] for when in ("early", "chunk", "last")}
+    handed_over = {when: gauges[f"kv_pages_handed_over_total{{when={when}}}"] for when in ("early", "chunk", "last", "held")}
     assert handed_over["early"] == gauges["early_sent_pages_total"]
     assert sum(handed_over.values()) == sum(room.num_sent_pages for room in cluster.link.rooms.values())
 

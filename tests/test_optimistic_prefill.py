@@ -10,9 +10,10 @@ from pdjax.config.environment import should_fail_poll, should_force_retry
 from pdjax.config.load import load_config
 from pdjax.protocol import Finished, KVPoll
 from pdjax.scheduler.faults import FaultHooks
-from pdjax.worker.optimism import optimistic_retries
+from pdjax.scheduler.outbound import Held
 from pdjax.simulation.arithmetic import START, extend
 from pdjax.simulation.engine import PageContent
+from pdjax.worker.optimism import optimistic_retries
 from tests.scheduler_harness import Cluster, expected_answer, next_token
 from tests.test_schedulers import prompt_of
 
@@ -233,7 +234,8 @@ def test_nothing_is_sent_early_while_bootstrap_is_pending_or_when_decode_has_it(
     cluster.run()
     cluster.submit(cluster.request("pending", prompt, 3), decode_delay=30)
     cluster.prefill.advance(1e3)
-    assert list(cluster.prefill.maybe_send_cached_prefix_chunk(cluster.prefill.next_step())) == []
+    assert all(isinstance(order.sender, Held) for order in cluster.prefill.maybe_send_cached_prefix_chunk(cluster.prefill.next_step()))
+    assert cluster.prefill.counts.early_sent_pages == 0
     cluster = Cluster(step_tokens=64, window=8)
     cluster.submit(cluster.request("warm", prompt[:32], 2))
     cluster.run()
@@ -348,3 +350,39 @@ def test_a_probability_that_is_none_is_an_error_naming_variable_and_value(monkey
     hook = (lambda: should_force_retry("a")) if "RETRY" in name else should_fail_poll
     with pytest.raises(ValueError, match=f"{name} must be a number from 0 to 1, got '1.5'"):
         hook()
+
+
+@pytest.mark.parametrize("max_held", [0, 4, 64])
+@pytest.mark.parametrize("decode_holds", [0, 5, 9, 12])
+def test_what_was_gathered_while_bootstrap_was_pending_leaves_at_once(max_held, decode_holds):
+    cluster = Cluster(retries=1, max_held=max_held, window=8)
+    prompt = prompt_of(46)  # 12 pages, gathered 3 and 1 by turns
+    if decode_holds:
+        cluster.submit(cluster.request("warm", prompt[: 4 * decode_holds + 1], 2, local=True))
+        cluster.run()
+    request = cluster.request("a", prompt, 4)
+    cluster.submit(request, decode_delay=20)
+    for _ in range(15):
+        cluster.tick()
+    assert cluster.prefill._holding.num_pages == {0: 0, 4: 4, 64: 12}[max_held]
+    gathers = []
+    gather = cluster.prefill_engine.gather
+    cluster.prefill_engine.gather = lambda pages: gathers.append(len(pages)) or gather(pages)
+    cluster.run()
+    assert cluster.answer("a") == expected_answer(prompt, 4)
+    assert cluster.link.rooms[request.room].num_sent_pages == 12 - min(decode_holds, 11)
+    if max_held == 64:
+        assert sum(gathers) == {0: 0, 5: 7, 9: 3, 12: 0}[decode_holds], "only a prefix that ends inside a chunk is gathered anew"
+    cluster.assert_nothing_held()
+
+
+def test_chunks_held_for_an_aborted_request_are_let_go():
+    cluster = Cluster(retries=1)
+    cluster.submit(cluster.request("a", prompt_of(46), 4), decode_delay=50)
+    for _ in range(15):
+        cluster.tick()
+    assert cluster.prefill._holding.num_pages == 12
+    cluster.prefill.abort("a")
+    cluster.late.clear()
+    cluster.run()
+    cluster.assert_nothing_held()

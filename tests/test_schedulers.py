@@ -336,6 +336,7 @@ def test_any_mix_of_requests_aborts_and_pool_sizes_gives_right_answers_and_leave
         reserve=rng.randint(1, 8),
         retries=rng.choice([0, 0, 1, 3]),
         drop_on_miss=rng.random() < 0.5,
+        max_held=rng.choice([0, 3, 64]),
         early_send=rng.random() < 0.5,
     )
     stems = [[rng.randrange(900) for _ in range(20)] for _ in range(3)]

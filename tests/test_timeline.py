@@ -207,7 +207,7 @@ def test_late_bootstrap_shows_as_time_parked_and_never_as_a_negative_time():
     assert bootstrap.end_s == parked.end_s >= 30
     assert all(stage.end_s >= stage.start_s for stage in prefill)
     assert sum(stage.end_s - stage.start_s for stage in proper(prefill)[:-1]) == first_token_s
-    assert {stage.name for stage in prefill if stage.track == "sends"} == {"last_send"}, "nothing left before bootstrap"
+    assert {stage.name for stage in prefill if stage.track == "sends"} == {"held_send"}, "nothing left before bootstrap"
 
 
 def test_the_waiting_time_of_a_retry_starts_anew():

@@ -130,7 +130,8 @@ def links() -> Iterator[tuple[OfferLink, PullLink]]:
     offers = OfferLink("127.0.0.1", DEVICE)
     pulls = PullLink("127.0.0.1", DEVICE, offers.address)
     yield offers, pulls
-    pulls.give_up()
+    pulls.end()
+    pulls.break_off()
     assert pulls.wait_over(WAIT_S)
 
 
@@ -142,7 +143,8 @@ def test_an_offer_is_given_out_once_with_the_bits_that_were_offered(links: tuple
     got = pulls.pull(7, spec(2), finish).result(WAIT_S)
     assert got.tobytes() == rows.tobytes()
     again = pulls.pull(7, spec(2), finish)
-    pulls.give_up()
+    pulls.end()
+    pulls.break_off()
     with pytest.raises(Exception, match="INTERNAL"):
         again.result(WAIT_S)
 
@@ -160,16 +162,42 @@ def test_a_pull_of_what_was_withdrawn_fails_at_once(links: tuple[OfferLink, Pull
     assert offers.num_withdrawn == 1
 
 
-def test_giving_up_frees_a_pull_that_nobody_answers_and_ends_the_thread(links: tuple[OfferLink, PullLink]) -> None:
+def test_breaking_off_frees_a_pull_that_nobody_answers_and_ends_the_thread(links: tuple[OfferLink, PullLink]) -> None:
     _, pulls = links
     unanswered = pulls.pull(99, spec(1), finish)
     assert not unanswered.done()
-    pulls.give_up()
+    pulls.end()
+    pulls.break_off()
     with pytest.raises(Exception, match="INTERNAL"):
         unanswered.result(WAIT_S)
     assert pulls.wait_over(WAIT_S)
-    with pytest.raises(AssertionError, match="given up"):
+    with pytest.raises(AssertionError, match="has ended"):
         pulls.pull(100, spec(1), finish)
+
+
+def test_a_link_ends_behind_its_last_pull(links: tuple[OfferLink, PullLink]) -> None:
+    offers, pulls = links
+    last = pulls.pull(7, spec(2), finish)
+    pulls.end()
+    offers.offer(7, jax.device_put(rows_of(2, 0)).block_until_ready())
+    np.testing.assert_array_equal(last.result(WAIT_S), rows_of(2, 0))
+    assert pulls.wait_over(WAIT_S) and pulls.waited_s() == 0.0
+
+
+def test_a_pull_that_nobody_wants_any_more_is_still_waited_for(links: tuple[OfferLink, PullLink]) -> None:
+    """Or nobody would notice that the link stands still, and its memory would be out of sight."""
+    offers, pulls = links
+    first, unwanted = pulls.pull(7, spec(2), finish), pulls.pull(8, spec(2), finish)
+    assert unwanted.cancel()
+    offers.offer(7, jax.device_put(rows_of(2, 0)).block_until_ready())
+    first.result(WAIT_S)
+    behind = pulls.pull(9, spec(2), finish)
+    offers.offer(9, jax.device_put(rows_of(2, 0)).block_until_ready())
+    with pytest.raises(TimeoutError):
+        behind.result(0.2)
+    assert pulls.waited_s() > 0.0
+    offers.offer(8, jax.device_put(rows_of(2, 0)).block_until_ready())
+    behind.result(WAIT_S)
 
 
 def test_an_array_of_another_size_than_asked_for_fails(links: tuple[OfferLink, PullLink]) -> None:
@@ -305,22 +333,37 @@ class ImpatientRig(JaxRig):
         return PullLander(programs_for(layout), BUCKETS[-1], ENDPOINT, stall_timeout_s=0.1)
 
 
-def test_a_link_whose_pull_does_not_come_is_given_up_and_the_next_room_gets_a_new_one() -> None:
+def test_while_a_pull_is_overdue_rooms_of_its_worker_fail_at_once_and_afterwards_the_link_is_good_again() -> None:
     rig = ImpatientRig(TransferLimits())
     host = Host(rig)
     try:
         offering = Offering()
-        frames = {1: [OK, Offering(uuid=6, address=offering.link.address).frame], 2: [OK, offering.frame, ChunkLast(2, META)]}
+        late = ChunkOffer(0, 2, 2, offering.link.address, 6, offering.frame.checksum)
+        frames = {1: [OK, late], 2: [OK, offering.frame], 3: [OK, offering.frame, ChunkLast(2, META)]}
         script = Script(host, lambda announce: frames[announce.room], then_hang=True)
-        receiver = rig.sink.open(1, script.peer, 0)
-        rig.until(lambda: receiver.poll() is KVPoll.FAILED)
-        assert lander_of(rig)._links == {}
-        later = rig.sink.open(2, script.peer, 0)
-        rig.drain(later)
-        assert later.poll() is KVPoll.SUCCESS, later.failure()
+        overdue = rig.sink.open(1, script.peer, 0)
+        rig.until(lambda: any(link.waited_s() > 0.1 for link in lander_of(rig)._links.values()))
+        behind = rig.sink.open(2, script.peer, 0)
+        rig.until(lambda: behind.poll() is KVPoll.FAILED)
+        assert "is still on its way" in str(behind.failure())
+        overdue.abort()
+        offering.link.offer(6, offering.kv)
+        rig.until(lambda: not any(link.waited_s() for link in lander_of(rig)._links.values()))
+        later = rig.sink.open(3, script.peer, 0)
+        assert len(rig.drain(later)) == 1 and later.poll() is KVPoll.SUCCESS, later.failure()
+        assert overdue.take() == []
     finally:
         host.stop()
         rig.close()
+
+
+def test_a_worker_that_replaces_its_server_is_followed_to_the_new_one(rig: JaxRig, host: Host) -> None:
+    offerings = {1: Offering(), 2: Offering()}
+    script = Script(host, lambda announce: [OK, offerings[announce.room].frame, ChunkLast(2, META)])
+    for room in offerings:
+        receiver = rig.sink.open(room, script.peer, 0)
+        assert len(rig.drain(receiver)) == 1 and receiver.poll() is KVPoll.SUCCESS, receiver.failure()
+    assert [link.address for link in lander_of(rig)._links.values()] == [offerings[2].link.address]
 
 
 def test_an_array_that_failed_on_the_device_is_never_offered(rig: JaxRig, links: tuple[OfferLink, PullLink]) -> None:

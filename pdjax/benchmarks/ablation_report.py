@@ -333,7 +333,7 @@ def plot_ablation(path: Path, report: dict[str, Any]) -> None:
         labels = []
         for place, (name, comparison) in enumerate(report["comparisons"].items()):
             labels += _plot_comparison(axes, metric, name, comparison, 2.5 * place)
-        axes.set_xticks([x for x, _ in labels], [label for _, label in labels], fontsize="small")
+        axes.set_xticks([x for x, _ in labels], [label for _, label in labels], fontsize="x-small")
         axes.set_title(metric.label, fontsize="medium")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.3)

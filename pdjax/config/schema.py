@@ -109,6 +109,9 @@ class SchedulerConfig(Section):
     on_miss: Literal["park", "retry"] = Field(
         "park", description="a prompt computed before decode announced itself: keep its KV (park), or let go of it at once (retry)"
     )
+    max_held_pages: int = Field(
+        256, ge=0, description="pages kept gathered beside the pool for prompts that decode has not announced yet, so that they leave at once"
+    )
     early_send_cached_prefix: bool = Field(
         True, description="send the part of a prompt that is cached on prefill before the rest is computed"
     )

@@ -40,7 +40,12 @@ class Run(NamedTuple):
     end_s: float
 
 
-SENDS = {"early_send": "sent before a step", "send": "sent behind a chunk", "last_send": "sent behind the last chunk"}
+SENDS = {
+    "early_send": "sent before a step",
+    "send": "sent behind a chunk",
+    "last_send": "sent behind the last chunk",
+    "held_send": "sent when bootstrap ended",
+}
 
 
 def trace(view: RequestView) -> dict[str, Any]:

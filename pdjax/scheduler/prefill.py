@@ -5,7 +5,8 @@ request slot and pages: it is being computed and sent), delivering (all pages ha
 decode has everything).
 
 With optimistic prefill a request may leave the bootstrap queue early. It computes like any other, but until its bootstrap has ended
-nothing of it is sent, and its first token stays here: at the end of the prompt it is parked. It goes on when bootstrap ends. Where
+nothing of it is sent, and its first token stays here: at the end of the prompt it is parked. It goes on when bootstrap ends, and the
+chunks that were gathered meanwhile leave at once. Where
 a request that is bootstrapped needs its pages or slots, it is retried instead: what it has computed goes into the tree, and it lines up
 again, in front, or in the bootstrap queue once its budget is used up.
 """
@@ -22,7 +23,8 @@ from pdjax.scheduler.deadlines import Deadlines
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
-from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, SendOrder, WaitingLine
+from pdjax.scheduler.outbound import Held, HoldingPlace, SendOrder
+from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, WaitingLine
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
@@ -31,6 +33,7 @@ from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 class PrefillLimits(NamedTuple):
     """`max_queue`: requests that may wait, bootstrapping or bootstrapped; more are refused, so that a client hears of it at once.
 
+    `max_held_pages`: pages that are kept gathered, beside the pool, for sequences whose bootstrap is pending.
     `drop_on_miss`: a prompt that is computed before its bootstrap has ended is retried at once instead of being parked.
     """
 
@@ -40,6 +43,7 @@ class PrefillLimits(NamedTuple):
     max_queue: int
     max_context_tokens: int
     drop_on_miss: bool = False
+    max_held_pages: int = 0
 
 
 class PrefillScheduler:
@@ -65,6 +69,7 @@ class PrefillScheduler:
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
         self._next_hopeful_s: float | None = None
+        self._holding = HoldingPlace(limits.max_held_pages)
         self.recorder = recorder
         self._outcomes = Outcomes(recorder)
         self.counts = PrefillCounts()
@@ -155,12 +160,13 @@ class PrefillScheduler:
     def maybe_send_cached_prefix_chunk(self, parts: Sequence[PrefillPart]) -> Iterator[SendOrder]:
         """Full pages of the sequences of a step that are in the pool before it: to be gathered before the step is launched.
 
-        Nothing of a sequence whose bootstrap is pending, and nothing that decode holds already.
+        Nothing that decode holds already. What a sequence whose bootstrap is pending has is gathered too, but held.
         """
         for part in parts:
             outgoing = self._outgoing[part.seq.answer.request_id]
             for order in self._sends_until(outgoing, part.start // self.memory.page_size, "early_send"):
-                self.counts.early_sent_pages += len(order.pages)
+                if outgoing.ticket.is_bootstrapped:
+                    self.counts.early_sent_pages += len(order.pages)
                 yield order
 
     def sends(self) -> Iterator[SendOrder]:
@@ -239,18 +245,37 @@ class PrefillScheduler:
             self.counts.prompt_tokens += len(prompt)
             self.counts.cached_tokens += cached
         seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached)
-        self._outgoing[ticket.request_id] = Outgoing(ticket, seq)
+        self._outgoing[ticket.request_id] = Outgoing(ticket, seq, Held(self._holding))
         self.recorder.mark(ticket.request_id, "forward")
         return seq
 
     def _sends_until(self, outgoing: Outgoing, end: int, name: str) -> Iterator[SendOrder]:
         """Chunks of the pages before `end` that have not been handed over, as far as the sender has room. `name`: in the timeline."""
         ticket = outgoing.ticket
+        if not ticket.is_bootstrapped:
+            yield from self._holds_until(outgoing, end)
+        self._send_held(outgoing)
         while ticket.next_page is not None and ticket.next_page < end and ticket.sender.can_send():
             first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)
             self.recorder.open(ticket.request_id, "transfer")
             self.recorder.note(ticket.request_id, name, "sends", ticket.next_page - first)
             yield SendOrder(ticket.sender, first, outgoing.seq.lease.pages[first : ticket.next_page])
+
+    def _holds_until(self, outgoing: Outgoing, end: int) -> Iterator[SendOrder]:
+        """Chunks of the pages before `end` for a sequence that may not send yet, as far as there is a place to hold them."""
+        held = outgoing.held
+        while (count := min(end - held.next_page, self.limits.max_chunk_pages)) > 0 and held.ask(count):
+            first = held.next_page - count
+            yield SendOrder(held, first, outgoing.seq.lease.pages[first : held.next_page])
+
+    def _send_held(self, outgoing: Outgoing) -> None:
+        """Hand over what was held while bootstrap was pending. Where decode's prefix ends inside a chunk, all is gathered anew."""
+        ticket = outgoing.ticket
+        while ticket.next_page is not None and ticket.sender.can_send() and (chunk := outgoing.held.pop(ticket.next_page)):
+            self.recorder.open(ticket.request_id, "transfer")
+            self.recorder.note(ticket.request_id, "held_send", "sends", chunk.num_pages)
+            ticket.next_page = chunk.end_page
+            ticket.sender.send(*chunk)
 
     def _num_sendable_pages(self, seq: Computing) -> int:
         return len(seq.lease.pages) if seq.is_launched else seq.num_launched // self.memory.page_size
@@ -363,6 +388,7 @@ class PrefillScheduler:
         del self._outgoing[outgoing.ticket.request_id]
         self.memory.release(outgoing.seq.lease)
         self.slots.free(outgoing.seq.slot)
+        outgoing.held.drop()
 
 
 def _metadata_row(request: SequenceRequest, token: TokenOut, num_cached: int) -> MetadataRow:

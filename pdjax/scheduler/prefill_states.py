@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdjax.protocol import TokenOut
-from pdjax.scheduler.bootstrap import Sender, Ticket
+from pdjax.scheduler.bootstrap import Ticket
 from pdjax.scheduler.chunks import Computing
+from pdjax.scheduler.outbound import Held
 
 
 @dataclass(slots=True, eq=False)
@@ -18,16 +18,9 @@ class Outgoing:
 
     ticket: Ticket
     seq: Computing
+    held: Held
     parked: TokenOut | None = None
     has_row: bool = False
-
-
-class SendOrder(NamedTuple):
-    """Gather `pages` of the pool now and hand them to `sender` as the prompt's pages from `first_page` on."""
-
-    sender: Sender
-    first_page: int
-    pages: list[int]
 
 
 class WaitingLine:

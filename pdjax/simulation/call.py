@@ -97,12 +97,13 @@ class Call:
         """Give up a worker that is gone; look again when the next one could be."""
         if attempt.is_closed:
             return
-        gone_at = {side: self._router.fleet.gone_at(half.member, half.last_event_s) for side, half in attempt.halves.items() if half.is_open}
+        fleet = self._router.fleet
+        gone_at = {side: fleet.gone_at(half.member, half.last_event_s) for side, half in attempt.halves.items() if half.is_open}
         for side, at in gone_at.items():
             if at <= self._now():
                 attempt.halves[side].is_open = False
                 self._hear(attempt, side, Failed(kind="internal", message="nothing heard from the worker", retriable=True))
-                return
+                return self._watch(attempt)
         if gone_at:
             timeline = self._router.around.timeline
             timeline.at(int(min(gone_at.values())) - timeline.now, self._watch, attempt)

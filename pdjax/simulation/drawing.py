@@ -15,7 +15,7 @@ TOO_MANY_TOKENS = 5000
 """More than any drawn pool holds."""
 
 TEMPERS = ("calm", "clients", "link", "hooks", "deaths", "all")
-"""Nothing goes wrong; clients leave and deadlines pass; the link fails; polls fail and retries are forced; workers stop and die; all of it."""
+"""Nothing goes wrong; clients leave and deadlines pass; the link fails; polls fail and retries are forced; workers stop and die; all."""
 
 
 def draw(seed: int) -> Scenario:
@@ -52,6 +52,7 @@ def _policy(rng: random.Random) -> Policy:
         max_queue=rng.choice((1, 3, 100, 100, 100, 100, 100, 100)),
         reserve_tokens=rng.choice((1, 2, 4, 8)),
         retries=rng.choice((0, 0, 1, 1, 2, 3)),
+        grace=rng.choice((0, 0, 0, 2, 20)),
         drop_on_miss=rng.random() < 0.4,
         early_send=rng.random() < 0.6,
         prefix_cache=rng.random() < 0.85,

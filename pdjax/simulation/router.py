@@ -159,7 +159,8 @@ class Router:
         if pair.prefill is not None:
             halves[Side.PREFILL] = self._half(pair.prefill, pair.prefill_tokens)
         halves[Side.DECODE] = self._half(pair.decode, len(requests.decode.prompt))
-        self.around.trace.note("router", "%s: room %x, %s", sequence.request_id, self._next_room, " and ".join(half.worker.name for half in halves.values()))
+        names = " and ".join(half.worker.name for half in halves.values())
+        self.around.trace.note("router", "%s: room %x, %s", sequence.request_id, self._next_room, names)
         return Attempt(pair, requests, merge, halves)
 
     def close(self, attempt: Attempt) -> None:

@@ -67,7 +67,8 @@ def run_seed(seed: int, is_traced: bool = False) -> Tally | Failure:
     except Exception as error:  # whatever the code under test raises is a finding
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error) if isinstance(error, AssertionError) else repr(error)
-        return Failure(seed, f"{message or 'assertion failed'} (at tick {timeline.now})", f"{_short(last.filename)}:{last.lineno}, {last.name}")
+        place = f"{_short(last.filename)}:{last.lineno}, {last.name}"
+        return Failure(seed, f"{message or 'assertion failed'} (at tick {timeline.now})", place)
 
 
 def run_batch(seeds: range) -> Report:

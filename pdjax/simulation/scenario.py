@@ -87,7 +87,9 @@ class Job(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What configuration would say, the same for every worker. `is_recorded`: schedulers keep timelines."""
+    """What configuration would say, the same for every worker. `grace`: ticks that a request waits before it goes ahead of its bootstrap.
+    `is_recorded`: schedulers keep timelines.
+    """
 
     page_size: int
     step_tokens: int
@@ -97,6 +99,7 @@ class Policy(NamedTuple):
     max_queue: int
     reserve_tokens: int
     retries: int
+    grace: int
     drop_on_miss: bool
     early_send: bool
     prefix_cache: bool
@@ -137,7 +140,7 @@ class Scenario:
         policy, delays = self.policy, self.delays
         turn = 1 + delays.turn + delays.step
         chunk_tokens = policy.step_tokens // policy.page_size * policy.page_size
-        work = 10 * (delays.message + delays.announce + turn)
+        work = 10 * (delays.message + delays.announce + policy.grace + turn)
         for job in self.servable_jobs:
             num_tokens = len(job.prompt) + job.sampling.max_tokens
             num_steps = (policy.retries + 2) * (num_tokens // chunk_tokens + 1) + 2 * job.sampling.max_tokens

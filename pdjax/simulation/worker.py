@@ -13,7 +13,7 @@ from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.decode import DecodeScheduler
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
-from pdjax.scheduler.prefill_states import SendOrder
+from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.timeline import ClockRecorder
 from pdjax.simulation.engine import Device, Engine
 from pdjax.simulation.process import Chance, Process, Timeline
@@ -178,11 +178,12 @@ class Worker(Process, abc.ABC):
         self._around.trace.note(self.name, "%s: %s", request_id, event)
         assert request_id in self.streams, f"{self.name} tells {event} of {request_id}, which is unknown or has ended"
         stream = self.streams[request_id]
+        state = self.room_state(stream.room)
         if isinstance(event, Tokens):
+            assert state != KVPoll.BOOTSTRAPPING, f"{self.name} tells a token of {request_id} before bootstrap has ended"
             stream.check_order(f"{self.name}: {request_id}", event.tokens)
         else:
             check_stages(request_id, event)
-            state = self.room_state(stream.room)
             assert state in (None, KVPoll.FAILED, KVPoll.SUCCESS), f"{self.name} ends {request_id}, whose room is still {state!r}"
             del self.streams[request_id]
         stream.listener(event)

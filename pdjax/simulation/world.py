@@ -51,8 +51,8 @@ MAX_CONTEXT_TOKENS = 10_000
 
 
 class Tally(NamedTuple):
-    """What a seed was: `faults` by kind, ends of requests by outcome; `reached`: what the schedulers did that
-    only pressure or luck brings about. `longest_wait`: as a share of the bound on it."""
+    """What a seed was: faults by kind, ends of requests by outcome. `reached`: what the schedulers did that only pressure or luck brings
+    about. `longest_wait`: of any request, as a share of the bound on it."""
 
     num_events: int
     faults: Counter[str]
@@ -85,6 +85,7 @@ class World:
         self.ever: list[Worker] = []
         self.num_faults = self.network.num_faults
         self._num_open = len(self.calls)
+
     def run(self) -> Tally:
         """Raises AssertionError, or whatever the code under test raises, where a property does not hold."""
         self._plan()
@@ -148,7 +149,7 @@ class World:
         )
         slots, metadata, recorder = SlotPool(size.slots, "request"), MetadataSlots(size.metadata), self._recorder()
         faults = FaultHooks(self._force_retry, self._fail_poll)
-        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, faults, recorder)
+        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, faults, recorder, policy.grace)
         worker.start(PrefillScheduler(self._memory(size), slots, metadata, bootstrap, limits, recorder), port)
         return worker
 

@@ -7,19 +7,22 @@ An array is offered under a number and given out to the one who pulls that numbe
 * A second offer under the same number silently takes the place of the first. Numbers therefore come from a counter; and an offer is
   withdrawn by one without arrays: the memory is free at once, and a pull that comes late gets an error instead of waiting.
 * An array that failed is ready like any other; only waiting for it raises. What arrives is not checked by anything but TCP.
-* A server receives in one thread, which waits for the peer that it is reading from. A peer that stops in mid-transfer therefore keeps all
-  other peers waiting, and a pull that is broken off can leave the server unable to receive. So there is one server a peer on each side, and a
-  new one once a pull was given up. A server takes 0.4 ms to start and is taken apart when nothing refers to it any more.
-* Breaking a connection off (`_poison_connection`, which has no public name) fails the pulls on it, but for one that is being received from
-  a stopped process: that one ends when the process goes on or dies.
+* A server receives in one thread, which waits for the peer that it reads from: a peer that stops in mid-transfer keeps all others waiting.
+  So each side has one server a peer. A server takes 0.4 ms to start and is taken apart when nothing refers to it any more.
+* A pull cannot be taken back. Breaking its connection off from this side (`_poison_connection`, which has no public name) left servers on
+  either side unable to move anything more, and arrays held for ever, where the other process had been stopped. A pull that was left alone
+  ended well once that process went on, and with an error once it died. So an overdue pull is left alone, keeping its thread and its
+  memory, its link takes no other meanwhile, and connections are broken off only when the worker itself ends.
 * Both ends must cut transfers into pieces of the same size.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,10 +71,14 @@ class _Pull(NamedTuple):
 
 
 class PullLink:
-    """Pulls arrays from one peer's `OfferLink`. A thread of its own waits for them, in the order in which they were asked for."""
+    """Pulls arrays from one peer's `OfferLink`. A thread of its own waits for them, in the order in which they were asked for.
+
+    Used in one event loop, but for `close` and `wait_over`.
+    """
 
     def __init__(self, host: str, device: jax.Device, address: str) -> None:
         """Raises ValueError where `address` is none."""
+        self.address = address
         self._server = start_server(host, device)
         try:
             self._connection = self._server.connect(address)
@@ -79,7 +86,8 @@ class PullLink:
             raise ValueError(f"{address!r} is no address of a transfer server: {error}") from error
         # Bounded by the rooms of this worker: each pulls one chunk at a time.
         self._pulls: queue.SimpleQueue[_Pull | None] = queue.SimpleQueue()
-        self._is_given_up = False
+        self._waiting_since_s: float | None = None
+        self._is_ended = False
         # A daemon: a pull from a stopped process may outlast every deadline, and must not keep this process from ending.
         self._thread = threading.Thread(target=self._run, name=f"kv-pull-{address}", daemon=True)
         self._thread.start()
@@ -87,32 +95,46 @@ class PullLink:
     def pull(self, uuid: int, spec: jax.ShapeDtypeStruct, finish: Callable[[jax.Array], Any]) -> concurrent.futures.Future[Any]:
         """Ask for the array `uuid` of the form `spec`, and run `finish` on it in this link's thread.
 
-        `finish` waits for the array and finds out whether it is good; its result, or what it raises, is the future's.
+        `finish` waits for the array and finds out whether it is good; its result, or what it raises, is the future's. A future that is
+        cancelled in time saves `finish`, not the transfer.
         """
-        assert not self._is_given_up, "pull on a link that was given up"
+        assert not self._is_ended, f"pull on a link to {self.address} that has ended"
         result: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._pulls.put(_Pull(self._connection.pull(uuid, spec), finish, result))
         return result
 
-    def give_up(self) -> None:
-        """Fail every pull that waits, as far as the library can. Nothing is pulled afterwards. Idempotent."""
-        if not self._is_given_up:
-            self._is_given_up = True
-            self._connection._poison_connection()
+    def waited_s(self) -> float:
+        """How long the oldest pull has been waited for; 0 where nothing is on its way."""
+        since_s = self._waiting_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def end(self) -> None:
+        """Nothing is pulled any more: the thread ends, and the connection is closed, behind the last pull on its way. Idempotent."""
+        if not self._is_ended:
+            self._is_ended = True
             self._pulls.put(None)
 
+    def break_off(self) -> None:
+        """The worker ends: fail every pull on its way, as far as the library can. After `end`."""
+        assert self._is_ended, f"the link to {self.address} is broken off before its end"
+        self._connection._poison_connection()
+
     def wait_over(self, timeout_s: float) -> bool:
-        """Whether the thread ends within `timeout_s`. Only after `give_up`."""
+        """Whether the thread ends within `timeout_s`. After `end`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (pull := self._pulls.get()) is not None:
+            self._waiting_since_s = time.monotonic()
             self._settle(pull)
+            self._waiting_since_s = None
             del pull  # or the array would stay until the next one comes
 
     def _settle(self, pull: _Pull) -> None:
         if not pull.result.set_running_or_notify_cancel():
+            with contextlib.suppress(Exception):  # nobody asks any more how it ended
+                pull.array.block_until_ready()
             return
         try:
             pull.result.set_result(pull.finish(pull.array))

@@ -21,7 +21,7 @@ from pdjax.transfer.rooms import Counters, FailureKind, RoomFault
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 32
-"""Prefill workers come and go; of the links beyond this many the one that was used longest ago is given up."""
+"""Prefill workers come and go; of the links beyond this many the one that was used longest ago ends behind its last pull."""
 _REASON_S = 1.0  # for the sender's word on why a pull failed
 _CLOSE_S = 2.0
 
@@ -29,8 +29,8 @@ _CLOSE_S = 2.0
 class PullLander(Lander):
     """Pulls what `ChunkOffer` offers. Used in the sink's event loop, but for `close`.
 
-    A pull whose room has ended goes on by itself, and its array is dropped. One that takes `stall_timeout_s` is given up together with its
-    link: whatever else waits there waits for the same peer. The next room gets a new link.
+    A pull whose room has ended goes on by itself, and its array is dropped. While one takes longer than `stall_timeout_s`, as from a stopped
+    process, rooms of the same prefill worker fail at once instead of joining the queue behind it.
     """
 
     transport = TRANSPORT
@@ -42,7 +42,7 @@ class PullLander(Lander):
         self._max_rows = max_rows
         self._endpoint = endpoint
         self._stall_timeout_s = stall_timeout_s
-        self._links: dict[tuple[Peer, str], PullLink] = {}
+        self._links: dict[Peer, PullLink] = {}
 
     async def land(self, opening: ChunkHead | ChunkOffer, frames: RoomFrames) -> ReceivedChunk:
         if not isinstance(opening, ChunkOffer):
@@ -61,10 +61,11 @@ class PullLander(Lander):
         return ReceivedChunk(opening.first_page, opening.num_pages, kv)
 
     def close(self) -> None:
-        """Every pull that waits is given up. The event loop has no room left that uses this."""
+        """Every pull on its way is broken off. The event loop has no room left that uses this."""
         links, self._links = list(self._links.values()), {}
         for link in links:
-            link.give_up()
+            link.end()
+            link.break_off()
         deadline_s = time.monotonic() + _CLOSE_S
         stuck = sum(not link.wait_over(max(0.0, deadline_s - time.monotonic())) for link in links)
         if stuck:
@@ -72,18 +73,13 @@ class PullLander(Lander):
 
     async def _pull(self, offer: ChunkOffer, frames: RoomFrames) -> jax.Array:
         """The verified array. Raises what the library raises, and RoomFault."""
-        key = (frames.source, offer.address)
-        link = self._link(key)
+        link = self._link(frames.source, offer.address)
         verify = functools.partial(self._verify, offer, frames.receiver.counters)
         frames.receiver.awaits_sender()
-        pulled = link.pull(offer.uuid, self._programs.spec(offer.num_rows), verify)
-        watch = asyncio.get_running_loop().call_later(self._stall_timeout_s, self._give_up_unless, pulled.done, key, link)
         try:
-            return await asyncio.wrap_future(pulled)
+            return await asyncio.wrap_future(link.pull(offer.uuid, self._programs.spec(offer.num_rows), verify))
         finally:
             frames.receiver.heard_sender()
-            if pulled.done():
-                watch.cancel()
 
     def _verify(self, offer: ChunkOffer, counters: Counters, kv: jax.Array) -> jax.Array:
         """In the link's thread. An array that failed raises when it is waited for, and only then."""
@@ -99,24 +95,22 @@ class PullLander(Lander):
             )
         return kv
 
-    def _link(self, key: tuple[Peer, str]) -> PullLink:
-        link = self._links.pop(key, None)
+    def _link(self, source: Peer, address: str) -> PullLink:
+        link = self._links.pop(source, None)
+        if link is not None and link.address != address:  # the other side has replaced its own
+            link.end()
+            link = None
         if link is None:
             try:
-                link = PullLink(*self._endpoint, key[1])
+                link = PullLink(*self._endpoint, address)
             except ValueError as error:
                 raise RoomFault(FailureKind.PROTOCOL, str(error)) from error
-        self._links[key] = link
+        self._links[source] = link
         while len(self._links) > MAX_LINKS:
-            self._links.pop(next(iter(self._links))).give_up()
+            self._links.pop(next(iter(self._links))).end()
+        if link.waited_s() > self._stall_timeout_s:
+            raise RoomFault(FailureKind.STALLED, f"a chunk that was asked for {link.waited_s():.1f} s ago is still on its way")
         return link
-
-    def _give_up_unless(self, is_done: functools.partial[bool], key: tuple[Peer, str], link: PullLink) -> None:
-        if not is_done():
-            log.warning("prefill worker %s: a chunk did not come within %s s, the link is given up", key[0].address, self._stall_timeout_s)
-            link.give_up()
-            if self._links.get(key) is link:
-                del self._links[key]
 
 
 async def _reason(frames: RoomFrames, fault: RoomFault) -> Exception:

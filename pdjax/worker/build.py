@@ -32,9 +32,9 @@ from pdjax.worker.prefill import PrefillRole, no_early_sends
 
 logger = logging.getLogger(__name__)
 
-OPTIMISM_GRACE_S = 0.015
+OPTIMISM_GRACE_S = 0.005
 """What a prompt waits for its bootstrap before it goes ahead. Announcements of an idle decode worker come within 3-5 ms; a request that
-is bootstrapped in time loses nothing, and it can send its cached prefix before its forward, which one that goes ahead cannot."""
+is bootstrapped in time loses nothing and holds no copy of its pages."""
 
 
 def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[str, np.ndarray]:
@@ -96,6 +96,7 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
         max_chunk_pages=config.engine.transfer_buckets[-1],
         max_queue=config.worker.max_queue,
         max_context_tokens=_max_context_tokens(checkpoint, config),
+        max_held_pages=config.scheduler.max_held_pages,
         drop_on_miss=config.scheduler.on_miss == "retry",
     )
     retries = optimistic_retries(config)

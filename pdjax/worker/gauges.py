@@ -17,11 +17,14 @@ from pdjax.transfer.rooms import Counts, FailureKind
 
 Gauges = dict[str, float]
 
+SENDS = (("early", "early_send"), ("chunk", "send"), ("last", "last_send"), ("held", "held_send"))
+"""When pages were handed to the transport, and the timeline's name for it."""
+
 
 def prefill_gauges(scheduler: PrefillScheduler, transfer: Counts, page_bytes: int) -> Gauges:
     """`page_bytes`: KV of one page over all layers."""
     counts, totals = scheduler.counts, scheduler.recorder.totals
-    sent_pages = {when: totals.counts[name] for when, name in (("early", "early_send"), ("chunk", "send"), ("last", "last_send"))}
+    sent_pages = {when: totals.counts[name] for when, name in SENDS}
     return {
         **_labelled("queue_length", "queue", scheduler.queue_lengths()),
         **_held(scheduler.slots, scheduler.metadata, scheduler.memory),

@@ -12,7 +12,7 @@ from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
-from pdjax.scheduler.prefill_states import SendOrder
+from pdjax.scheduler.outbound import SendOrder
 from pdjax.transfer.base import KVSource, Wake
 from pdjax.worker.gauges import prefill_gauges
 from pdjax.worker.reader import PrefillStep, StepReader

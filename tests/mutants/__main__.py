@@ -1,4 +1,4 @@
-"""`python -m tests.mutants NAME SEED...`: run seeds with the fault in place until one does not hold. Exit status 1 then, as `pdjax.simulate`."""
+"""`python -m tests.mutants NAME SEED...`: run seeds with the fault in place until one does not hold; exit status 1 then."""
 
 from __future__ import annotations
 

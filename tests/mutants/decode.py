@@ -18,7 +18,7 @@ MUTANTS = (
         self.memory.release(seq.lease)
 """,
         "its pages are given to two owners",
-        (3, 5, 6),
+        (5, 6, 7),
     ),
     Mutant(
         "results of ended sequences are taken in",
@@ -28,7 +28,7 @@ MUTANTS = (
         """        if True:
             if part.token""",
         "a token follows the end of the answer",
-        (8, 14, 16),
+        (3, 7, 17),
     ),
     Mutant(
         "the tokens of earlier attempts do not count",
@@ -36,7 +36,7 @@ MUTANTS = (
         "return self.request.num_prior + position - len(self.request.prompt)",
         "return position - len(self.request.prompt)",
         "an answer that goes on elsewhere starts at index 0 again",
-        (5, 6, 35),
+        (5, 6, 15),
     ),
     Mutant(
         "a retraction loses a token",
@@ -44,7 +44,7 @@ MUTANTS = (
         "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))",
         "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens[:-1]))",
         "a token that the client has is made again",
-        (59, 130, 143),
+        (1, 53, 65),
     ),
     Mutant(
         "a retracted sequence is fetched again",
@@ -52,7 +52,7 @@ MUTANTS = (
         "return answer.request.prefill is not None and answer not in self._retracted",
         "return answer.request.prefill is not None",
         "its room has ended long ago",
-        (100, 130, 155),
+        (1, 8, 100),
     ),
     Mutant(
         "a retraction publishes the page that is being written",
@@ -60,7 +60,7 @@ MUTANTS = (
         "        num_computed = min(seq.position, len(seq.answer.tokens))\n",
         "        num_computed = len(seq.answer.tokens)\n",
         "the KV of the last token need not exist",
-        (977, 2082, 2940),
+        (2082, 2255, 2963),
     ),
     Mutant(
         "a metadata row of another room is taken",
@@ -68,7 +68,7 @@ MUTANTS = (
         ".for_room(entry.answer.request.room)",
         "",
         "a token of another request gets into the answer",
-        (22, 74, 317),
+        (197, 715, 756),
     ),
     Mutant(
         "the index of the first token is not looked at",
@@ -76,7 +76,7 @@ MUTANTS = (
         "if row.step != entry.answer.next_index:",
         "if False:",
         "a stale row becomes a token",
-        (628, 646, 666),
+        (618, 666, 1188),
     ),
     Mutant(
         "chunks are installed in any order",
@@ -84,7 +84,7 @@ MUTANTS = (
         "if chunk.first_page != entry.num_pages or end >",
         "if end >",
         "a lost chunk leaves a hole",
-        (22, 129, 181),
+        (23, 48, 52),
     ),
     Mutant(
         "missing pages are not noticed",
@@ -92,7 +92,7 @@ MUTANTS = (
         "if entry.num_pages != num_pages:",
         "if False:",
         "decode would read pages that never arrived",
-        (103, 133, 297),
+        (34, 48, 81),
     ),
     Mutant(
         "a refused reservation keeps its metadata slot",
@@ -105,6 +105,6 @@ MUTANTS = (
             return False
 """,
         "every try to admit costs a slot",
-        (7, 10, 30),
+        (2, 8, 10),
     ),
 )

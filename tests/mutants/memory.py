@@ -14,7 +14,7 @@ MUTANTS = (
         "        lease.pages[:full] = match.pages\n",
         "",
         "the page table leads through pages of others",
-        (51, 100, 106),
+        (37, 51, 57),
     ),
     Mutant(
         "a released lease keeps its lock",
@@ -36,7 +36,7 @@ MUTANTS = (
         """        if private is None:
 """,
         "every try to admit locks the prefix once more",
-        (51, 70, 72),
+        (7, 36, 42),
     ),
     Mutant(
         "evicted pages can still be found",
@@ -44,7 +44,7 @@ MUTANTS = (
         "            del parent.children[node.key]\n",
         "",
         "a prompt reads a page that belongs to somebody else",
-        (3, 6, 7),
+        (2, 3, 6),
     ),
     Mutant(
         "locked pages can be evicted",
@@ -54,7 +54,7 @@ MUTANTS = (
 """,
         "",
         "a page is taken from under a sequence that reads it",
-        (3, 6, 11),
+        (3, 6, 7),
     ),
     Mutant(
         "the last page of a lease is rounded away",

@@ -19,7 +19,7 @@ MUTANTS = (
             elif state > KVPoll.BOOTSTRAPPING:
                 ready""",
         "a failed request behind it is not cleaned up in the same pass",
-        (37, 1444, 2741),
+        (266, 1965, 2146),
     ),
     Mutant(
         "an abort keeps the metadata slot",
@@ -30,7 +30,7 @@ MUTANTS = (
         """        ticket.sender.fail(message)
 """,
         "every abort costs a slot for good",
-        (5, 11, 12),
+        (5, 11, 20),
     ),
     Mutant(
         "bootstrap is finalized before it has ended",
@@ -38,7 +38,7 @@ MUTANTS = (
         "if self.poll(ticket) <= KVPoll.BOOTSTRAPPING or not",
         "if self.poll(ticket) < KVPoll.BOOTSTRAPPING or not",
         "pages would be sent before decode has said where they start",
-        (2, 3, 6),
+        (2, 6, 8),
     ),
     Mutant(
         "a retry is not counted",
@@ -46,7 +46,7 @@ MUTANTS = (
         "        outgoing.ticket.num_retries += 1\n",
         "",
         "a request is computed more than N + 1 times",
-        (19, 45, 50),
+        (27, 34, 36),
     ),
     Mutant(
         "sending starts one page too late",
@@ -54,7 +54,7 @@ MUTANTS = (
         "ticket.sender.decode_prefix_tokens // self._page_size\n",
         "-(-(ticket.sender.decode_prefix_tokens + 1) // self._page_size)\n",
         "decode never gets the first page that it lacks",
-        (1, 3, 4),
+        (2, 3, 4),
     ),
     Mutant(
         "pages are published when they are leased",
@@ -65,7 +65,7 @@ MUTANTS = (
         self.memory.publish(lease, prompt)
         cached =""",
         "others read pages that nobody has computed",
-        (3, 7, 8),
+        (3, 8, 10),
     ),
     Mutant(
         "an aborted prompt waits for its step",
@@ -76,7 +76,7 @@ MUTANTS = (
         """            outgoing = self._outgoing[request_id]
 """,
         "the result of the step finds nobody",
-        (11, 50, 63),
+        (11, 35, 50),
     ),
     Mutant(
         "parked requests are not looked at",
@@ -87,7 +87,7 @@ MUTANTS = (
                 self._look_at_outgoing(outgoing)
         for ticket""",
         "the end of bootstrap never wakes them",
-        (3, 10, 51),
+        (21, 38, 47),
     ),
     Mutant(
         "parked requests keep their pages",
@@ -95,7 +95,7 @@ MUTANTS = (
         "        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):\n",
         "        while seq is None and ticket.is_bootstrapped and (parked := None):\n",
         "a bootstrapped request waits for one that waits for it",
-        (765, 1781, 1810),
+        (359, 601, 634),
     ),
     Mutant(
         "optimists keep their metadata slots",
@@ -103,7 +103,7 @@ MUTANTS = (
         "        while self.metadata.num_free == 0 and self.bootstrap.num_starved():\n",
         "        while False:\n",
         "a bootstrapped request waits for one that waits for it",
-        (321, 396, 1390),
+        (634, 919, 1022),
     ),
     Mutant(
         "the metadata row leaves before the last page",
@@ -111,7 +111,7 @@ MUTANTS = (
         "(ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq)",
         "(ticket.next_page or 0) + 1 < self._num_sendable_pages(outgoing.seq)",
         "decode takes the transfer for complete",
-        (31, 36, 79),
+        (36, 51, 57),
     ),
     Mutant(
         "a failed request keeps its deadline",
@@ -131,7 +131,7 @@ MUTANTS = (
 """,
         "",
         "decode holds a reservation for an answer that is over",
-        (5, 7, 13),
+        (1, 5, 13),
     ),
     Mutant(
         "the last token of a prompt is taken from the cache",
@@ -139,7 +139,7 @@ MUTANTS = (
         "self.memory.lease(prompt, len(prompt) - 1, len(prompt))",
         "self.memory.lease(prompt, len(prompt), len(prompt))",
         "nothing is computed, so nothing chooses the first token",
-        (39, 45, 47),
+        (57, 87, 123),
     ),
     Mutant(
         "pages leave before the step that computes them",
@@ -147,7 +147,7 @@ MUTANTS = (
         "self._sends_until(outgoing, part.start // self.memory.page_size",
         "self._sends_until(outgoing, part.end // self.memory.page_size",
         "decode gets what the page held before",
-        (19, 32, 34),
+        (16, 17, 22),
     ),
     Mutant(
         "an early send goes on from its own end",
@@ -155,7 +155,7 @@ MUTANTS = (
         "first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)",
         "first, ticket.next_page = ticket.next_page, ticket.next_page + self.limits.max_chunk_pages",
         "pages behind the chunk are skipped",
-        (1, 19, 32),
+        (3, 22, 32),
     ),
     Mutant(
         "a chunk larger than its budget",
@@ -163,6 +163,14 @@ MUTANTS = (
         "        if count < remaining:\n            count = (seq.num_launched + count) // page_size * page_size - seq.num_launched\n",
         "        if count < remaining:\n            count = -(-(seq.num_launched + count) // page_size) * page_size - seq.num_launched\n",
         "a chunk reaches behind the prompt",
-        (3, 66, 72),
+        (3, 16, 60),
+    ),
+    Mutant(
+        "a token leaves before bootstrap has ended",
+        PREFILL,
+        "        elif outgoing.ticket.is_bootstrapped:\n",
+        "        elif True:\n",
+        "a side effect of a forward that may yet come to nothing",
+        (6, 10, 19),
     ),
 )
