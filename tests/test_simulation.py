@@ -27,7 +27,7 @@ from tests.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parent.parent
 QUIET: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 200}
 NUM_SEEDS = 2000
-NUM_MORE_SEEDS = 400
+NUM_MORE_SEEDS = 1500
 """Tried in order where a mutant's own seeds have come to hold: any change of a scheduler may shift what a seed means."""
 
 

@@ -21,7 +21,6 @@ from pdjax.transfer.rooms import MAX_RECENT, Counters, RoomMeter, RoomTransfer
 from pdjax.worker.build import transfer_limits
 from tests.test_transfer_contract import LAYOUT, META, WAIT_S, Clock, GrpcRig, InProcessRig, Rig, rows_of
 
-
 # -- the pipe --
 
 
@@ -165,8 +164,8 @@ def test_closing_forgets_announcements_that_were_to_come() -> None:
 
 
 def test_the_configuration_reaches_the_limits() -> None:
-    config = load_config(None, ["transfer.emulate_gbytes_per_s=0.25", "transfer.emulate_announce_delay_s=1.5", "server.request_timeout_s=77"])
-    limits = transfer_limits(config)
+    settings = ["transfer.emulate_gbytes_per_s=0.25", "transfer.emulate_announce_delay_s=1.5", "server.request_timeout_s=77"]
+    limits = transfer_limits(load_config(None, settings))
     assert limits.emulation == Emulation(bytes_per_s=0.25e9, announce_delay_s=1.5)
     assert limits.announce_timeout_s == 77.0
     assert transfer_limits(load_config(None, [])).emulation == Emulation()

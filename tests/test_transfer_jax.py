@@ -1,4 +1,4 @@
-"""`jax_transfer` against what its library does: offers nobody takes, pulls nobody answers, arrays that failed, damage that nobody reports."""
+"""`jax_transfer` against what its library does: offers nobody takes, pulls nobody answers, arrays that failed, damage nobody reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import grpc.aio
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,21 @@ def test_a_pull_of_what_was_withdrawn_fails_at_once(links: tuple[OfferLink, Pull
     with pytest.raises(Exception, match="out of range"):
         (early or [pulls.pull(7, spec(2), finish)])[0].result(WAIT_S)
     assert offers.num_withdrawn == 1
+
+
+def test_withdrawing_gives_the_memory_back_at_once(links: tuple[OfferLink, PullLink]) -> None:
+    def resident_mib() -> int:
+        return psutil.Process().memory_info().rss >> 20
+
+    offers, _ = links
+    empty = resident_mib()
+    for uuid in (1, 2):
+        offers.offer(uuid, jax.device_put(np.ones(16 << 20, np.float32)).block_until_ready())
+    held = resident_mib()
+    assert held - empty >= 120, "two arrays of 64 MiB that nothing else refers to"
+    for uuid in (1, 2):
+        offers.withdraw(uuid)
+    assert held - resident_mib() >= 120
 
 
 def test_breaking_off_frees_a_pull_that_nobody_answers_and_ends_the_thread(links: tuple[OfferLink, PullLink]) -> None:
@@ -459,6 +475,17 @@ def test_an_offer_that_is_held_back_too_long_fails_its_room(rig: JaxRig) -> None
     assert offered(rig) == 0
 
 
+def test_an_offer_that_is_held_back_too_long_fails_its_room_after_the_last_frame_too(rig: JaxRig) -> None:
+    """The last frame goes out behind the offers; its leaving must not stop their clock."""
+    sender, _ = stuck_pair(rig)
+    sender.finish(META)
+    looks = iter(range(15))
+    rig.until(lambda: next(looks, None) is None)
+    rig.clock.now_s += 30.1
+    assert sender.poll() is KVPoll.FAILED and "accepted for 30.0 s" in str(sender.failure())
+    rig.until(lambda: offered(rig) == 0)
+
+
 def test_success_on_the_senders_side_waits_for_the_last_acknowledgement(rig: JaxRig) -> None:
     sender, receiver = stuck_pair(rig)
     sender.finish(META)
@@ -528,7 +555,10 @@ class OffersFromBytesRig(JaxRig):
 
 @pytest.mark.parametrize(
     ("rig_type", "text"),
-    [(BytesFromOffersRig, "transfer.kind 'jax_transfer' here, 'grpc' there"), (OffersFromBytesRig, "transfer.kind 'grpc' here, 'jax_transfer' there")],
+    [
+        (BytesFromOffersRig, "transfer.kind 'jax_transfer' here, 'grpc' there"),
+        (OffersFromBytesRig, "transfer.kind 'grpc' here, 'jax_transfer' there"),
+    ],
 )
 def test_workers_with_different_kinds_of_transfer_refuse_each_other_naming_both(rig_type: type[JaxRig], text: str) -> None:
     rig = rig_type(TransferLimits())

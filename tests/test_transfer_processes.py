@@ -91,6 +91,12 @@ def sink_of(side: Side, kind: str) -> GrpcSink:
     return GrpcSink(LAYOUT, Peer("decode:1", "d-1"), lander, side.loop, side.changed.set, LIMITS)
 
 
+def is_waiting(sink: GrpcSink) -> bool:
+    """Whether a pull is on its way, of a room that has ended perhaps."""
+    lander = sink._lander
+    return isinstance(lander, PullLander) and any(link.waited_s() for link in lander._links.values())
+
+
 def source_of(side: Side, kind: str) -> GrpcSource:
     carriers = {
         "grpc": lambda: ByteCarriers(LAYOUT),
@@ -271,6 +277,7 @@ def test_a_prefill_process_that_ends_in_mid_transfer_fails_that_room_only(side: 
         assert other.poll() is KVPoll.SUCCESS, f"a peer that stands still holds others up: {other.failure()}"
         if number is signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
+            side.until(lambda: not is_waiting(sink))
             later = sink.open(2, peers[0], 0)
             side.until(lambda: later.poll() in (KVPoll.SUCCESS, KVPoll.FAILED))
             assert later.poll() is KVPoll.SUCCESS, later.failure()

@@ -131,7 +131,7 @@ class TransferConfig(Section):
         256 << 20, ge=1, description="jax_transfer: KV that one prefill worker holds ready to be pulled, over all sequences"
     )
     emulate_gbytes_per_s: float | None = Field(
-        None, gt=0, description="for measurements only: a link of this many 10^9 bytes a second out of each prefill worker; null: as fast as it is"
+        None, gt=0, description="for measurements only: a link of this many 10^9 bytes a second out of each prefill worker; null: no limit"
     )
     emulate_announce_delay_s: float = Field(
         0.0, ge=0, description="for measurements only: time by which decode announces a sequence later than it could"
@@ -167,6 +167,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> Config:
+        if self.scheduler.max_step_tokens < self.engine.page_size:
+            raise ValueError(
+                f"scheduler.max_step_tokens {self.scheduler.max_step_tokens} is less than a page, engine.page_size {self.engine.page_size}"
+            )
         if self.scheduler.max_step_tokens > self.engine.prefill_buckets[-1]:
             raise ValueError(
                 f"scheduler.max_step_tokens {self.scheduler.max_step_tokens} exceeds the largest of engine.prefill_buckets "

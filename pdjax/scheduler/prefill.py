@@ -217,6 +217,7 @@ class PrefillScheduler:
         rows = len(self._line) + len(self._outgoing) + len(self._delivering)
         assert self.slots.num_held == len(self._outgoing), f"{self.slots.num_held} slots held by {len(self._outgoing)} sequences"
         assert self.metadata.num_held == rows, f"{self.metadata.num_held} metadata slots held by {rows} sequences"
+        assert self._outgoing or not self._holding.num_pages, f"{self._holding.num_pages} gathered pages are held for nobody"
 
     def _admit(self) -> Computing | None:
         """Move the head of the line to outgoing; None where it has to wait for a slot or for pages."""

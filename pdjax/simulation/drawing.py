@@ -53,6 +53,7 @@ def _policy(rng: random.Random) -> Policy:
         reserve_tokens=rng.choice((1, 2, 4, 8)),
         retries=rng.choice((0, 0, 1, 1, 2, 3)),
         grace=rng.choice((0, 0, 0, 2, 20)),
+        max_held_pages=rng.choice((0, 3, 10, 1000)),
         drop_on_miss=rng.random() < 0.4,
         early_send=rng.random() < 0.6,
         prefix_cache=rng.random() < 0.85,

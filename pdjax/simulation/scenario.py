@@ -88,7 +88,7 @@ class Job(NamedTuple):
 
 class Policy(NamedTuple):
     """What configuration would say, the same for every worker. `grace`: ticks that a request waits before it goes ahead of its bootstrap.
-    `is_recorded`: schedulers keep timelines.
+    `max_held_pages`: kept gathered for requests whose bootstrap is pending. `is_recorded`: schedulers keep timelines.
     """
 
     page_size: int
@@ -100,6 +100,7 @@ class Policy(NamedTuple):
     reserve_tokens: int
     retries: int
     grace: int
+    max_held_pages: int
     drop_on_miss: bool
     early_send: bool
     prefix_cache: bool

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from pdjax.protocol import Event, KVPoll, SequenceRequest, TokenOut, Tokens, WorkerInfo, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.decode import DecodeScheduler
+from pdjax.scheduler.outbound import Held, SendOrder
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
-from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.timeline import ClockRecorder
 from pdjax.simulation.engine import Device, Engine
 from pdjax.simulation.process import Chance, Process, Timeline
@@ -196,6 +196,7 @@ class PrefillWorker(Worker):
         super().__init__(info, engine, around)
         self._early_sends: Callable[[list[PrefillPart]], Iterable[SendOrder]] = lambda parts: ()
         self._is_early = early_send
+        self._num_held_pages = 0
 
     def start(self, scheduler: PrefillScheduler, port: SourcePort) -> None:
         """Both need the worker's own `wake`, so they come after it."""
@@ -221,7 +222,12 @@ class PrefillWorker(Worker):
 
     def reached(self) -> dict[str, int]:
         counts = self._scheduler.counts
-        return {"optimistic retries": counts.retries, "early-sent pages": counts.early_sent_pages, "cached tokens": counts.cached_tokens}
+        return {
+            "optimistic retries": counts.retries,
+            "early-sent pages": counts.early_sent_pages,
+            "held pages": self._num_held_pages,
+            "cached tokens": counts.cached_tokens,
+        }
 
     def stop(self) -> None:
         super().stop()
@@ -257,8 +263,11 @@ class PrefillWorker(Worker):
 
     def _send(self, orders: Iterable[SendOrder]) -> None:
         for order in orders:
-            assert order.sender.can_send(), f"pages from {order.first_page} on are sent before bootstrap or beyond the window"
-            self._around.trace.note(self.name, "sends %d pages from %d on", len(order.pages), order.first_page)
+            is_held = isinstance(order.sender, Held)
+            assert is_held or order.sender.can_send(), f"pages from {order.first_page} on are sent before bootstrap or beyond the window"
+            self._num_held_pages += len(order.pages) if is_held else 0
+            what = "holds" if is_held else "sends"
+            self._around.trace.note(self.name, "%s %d pages from %d on", what, len(order.pages), order.first_page)
             order.sender.send(order.first_page, len(order.pages), self._engine.gather(order.pages))
 
 

@@ -145,7 +145,13 @@ class World:
         worker = PrefillWorker(info, Engine(size.pages, policy.page_size), self._surroundings(), policy.early_send)
         port = SourcePort(self.network, worker, info.layout, info.peer, worker.wake)
         limits = PrefillLimits(
-            policy.step_tokens, policy.step_seqs, policy.chunk_pages, policy.max_queue, MAX_CONTEXT_TOKENS, policy.drop_on_miss
+            max_step_tokens=policy.step_tokens,
+            max_step_seqs=policy.step_seqs,
+            max_chunk_pages=policy.chunk_pages,
+            max_queue=policy.max_queue,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            drop_on_miss=policy.drop_on_miss,
+            max_held_pages=policy.max_held_pages,
         )
         slots, metadata, recorder = SlotPool(size.slots, "request"), MetadataSlots(size.metadata), self._recorder()
         faults = FaultHooks(self._force_retry, self._fail_poll)

@@ -57,7 +57,7 @@ class KVSender(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, metadata: bytes) -> None:
-        """Everything has been handed over; `metadata` rides with the last message. SUCCESS follows once all of it has left and was accepted."""
+        """Everything has been handed over; `metadata` rides with the last message. SUCCESS follows once it has left and was accepted."""
 
     @abc.abstractmethod
     def fail(self, message: str) -> None:

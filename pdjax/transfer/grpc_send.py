@@ -189,7 +189,7 @@ class RoomWriter:
         return item
 
     async def alive_until(self, awaited: asyncio.Future[U]) -> U | None:
-        """Await what may take as long as prefill computes, with signs of life; None, and `awaited` is cancelled, where the room fails before."""
+        """Await what may take as long as prefill computes, with signs of life. None where the room fails before: `awaited` is cancelled."""
         failed = asyncio.ensure_future(self.outlet.until_failed())
         try:
             while not awaited.done():
@@ -202,7 +202,6 @@ class RoomWriter:
         finally:
             failed.cancel()
             awaited.cancel()
-
 
     async def silent_until(self, awaited: asyncio.Future[Any]) -> None:
         """Await what follows the last frame, or the room's failure. `awaited` is done then, or cancelled."""

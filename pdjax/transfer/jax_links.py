@@ -36,7 +36,7 @@ _PARALLEL_PIECES = 8
 
 
 def start_server(host: str, device: jax.Device) -> transfer.TransferServer:
-    """A server at a free port of the IP address `host`. Raises ValueError where the platform has no such thing or the address cannot be had."""
+    """A server at a free port of the IP address `host`. Raises ValueError where the platform has none or the address cannot be had."""
     place = f"[{host}]:0" if ":" in host else f"{host}:0"
     try:
         return transfer.start_transfer_server(

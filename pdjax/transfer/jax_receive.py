@@ -29,8 +29,8 @@ _CLOSE_S = 2.0
 class PullLander(Lander):
     """Pulls what `ChunkOffer` offers. Used in the sink's event loop, but for `close`.
 
-    A pull whose room has ended goes on by itself, and its array is dropped. While one takes longer than `stall_timeout_s`, as from a stopped
-    process, rooms of the same prefill worker fail at once instead of joining the queue behind it.
+    A pull whose room has ended goes on by itself, and its array is dropped. While one takes longer than `stall_timeout_s`, as from a
+    stopped process, rooms of the same prefill worker fail at once instead of joining the queue behind it.
     """
 
     transport = TRANSPORT

@@ -155,7 +155,7 @@ class _OfferCarrier(Carrier):
             undo.callback(self._book.budget.release, reservation)
             if not await self._writer.alive_until(reservation.granted):
                 return
-            await self._link.carry(chunk.kv.nbytes)
+            await self._writer.alive_until(asyncio.ensure_future(self._link.carry(chunk.kv.nbytes)))
             if sender.is_failed():
                 return
             offer = self._hold(chunk, preparation, reservation)
@@ -165,6 +165,7 @@ class _OfferCarrier(Carrier):
         self._set_clock(sender)
 
     async def settle(self, sender: RoomSender) -> None:
+        self._set_clock(sender)  # the last frame has stopped it
         await self._writer.silent_until(asyncio.ensure_future(self._is_empty.wait()))
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ MUTANTS = (
         self.memory.release(seq.lease)
 """,
         "its pages are given to two owners",
-        (5, 6, 7),
+        (3, 4, 5),
     ),
     Mutant(
         "results of ended sequences are taken in",
@@ -28,7 +28,7 @@ MUTANTS = (
         """        if True:
             if part.token""",
         "a token follows the end of the answer",
-        (3, 7, 17),
+        (3, 7, 13),
     ),
     Mutant(
         "the tokens of earlier attempts do not count",
@@ -36,7 +36,7 @@ MUTANTS = (
         "return self.request.num_prior + position - len(self.request.prompt)",
         "return position - len(self.request.prompt)",
         "an answer that goes on elsewhere starts at index 0 again",
-        (5, 6, 15),
+        (15, 30, 46),
     ),
     Mutant(
         "a retraction loses a token",
@@ -44,7 +44,7 @@ MUTANTS = (
         "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))",
         "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens[:-1]))",
         "a token that the client has is made again",
-        (1, 53, 65),
+        (27, 50, 57),
     ),
     Mutant(
         "a retracted sequence is fetched again",
@@ -52,7 +52,7 @@ MUTANTS = (
         "return answer.request.prefill is not None and answer not in self._retracted",
         "return answer.request.prefill is not None",
         "its room has ended long ago",
-        (1, 8, 100),
+        (1, 57, 100),
     ),
     Mutant(
         "a retraction publishes the page that is being written",
@@ -60,7 +60,7 @@ MUTANTS = (
         "        num_computed = min(seq.position, len(seq.answer.tokens))\n",
         "        num_computed = len(seq.answer.tokens)\n",
         "the KV of the last token need not exist",
-        (2082, 2255, 2963),
+        (269, 590, 1949),
     ),
     Mutant(
         "a metadata row of another room is taken",
@@ -68,7 +68,7 @@ MUTANTS = (
         ".for_room(entry.answer.request.room)",
         "",
         "a token of another request gets into the answer",
-        (197, 715, 756),
+        (670, 752, 756),
     ),
     Mutant(
         "the index of the first token is not looked at",
@@ -76,7 +76,7 @@ MUTANTS = (
         "if row.step != entry.answer.next_index:",
         "if False:",
         "a stale row becomes a token",
-        (618, 666, 1188),
+        (657, 1476, 1814),
     ),
     Mutant(
         "chunks are installed in any order",
@@ -84,7 +84,7 @@ MUTANTS = (
         "if chunk.first_page != entry.num_pages or end >",
         "if end >",
         "a lost chunk leaves a hole",
-        (23, 48, 52),
+        (40, 48, 50),
     ),
     Mutant(
         "missing pages are not noticed",
@@ -92,7 +92,7 @@ MUTANTS = (
         "if entry.num_pages != num_pages:",
         "if False:",
         "decode would read pages that never arrived",
-        (34, 48, 81),
+        (48, 101, 124),
     ),
     Mutant(
         "a refused reservation keeps its metadata slot",
@@ -105,6 +105,6 @@ MUTANTS = (
             return False
 """,
         "every try to admit costs a slot",
-        (2, 8, 10),
+        (2, 6, 10),
     ),
 )

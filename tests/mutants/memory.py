@@ -14,7 +14,7 @@ MUTANTS = (
         "        lease.pages[:full] = match.pages\n",
         "",
         "the page table leads through pages of others",
-        (37, 51, 57),
+        (61, 91, 100),
     ),
     Mutant(
         "a released lease keeps its lock",
@@ -25,7 +25,7 @@ MUTANTS = (
         """        self.pool.free(lease.private)
 """,
         "the tree can never evict those pages",
-        (3, 5, 6),
+        (0, 3, 5),
     ),
     Mutant(
         "a lease that is not to be had keeps its lock",
@@ -36,7 +36,7 @@ MUTANTS = (
         """        if private is None:
 """,
         "every try to admit locks the prefix once more",
-        (7, 36, 42),
+        (31, 36, 42),
     ),
     Mutant(
         "evicted pages can still be found",
@@ -44,7 +44,7 @@ MUTANTS = (
         "            del parent.children[node.key]\n",
         "",
         "a prompt reads a page that belongs to somebody else",
-        (2, 3, 6),
+        (0, 3, 4),
     ),
     Mutant(
         "locked pages can be evicted",
@@ -54,7 +54,7 @@ MUTANTS = (
 """,
         "",
         "a page is taken from under a sequence that reads it",
-        (3, 6, 7),
+        (0, 3, 4),
     ),
     Mutant(
         "the last page of a lease is rounded away",
@@ -62,6 +62,6 @@ MUTANTS = (
         "return -(-num_tokens // self.page_size)",
         "return num_tokens // self.page_size",
         "tokens behind the last page border have no page",
-        (3, 5, 7),
+        (5, 7, 8),
     ),
 )

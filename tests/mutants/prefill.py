@@ -6,6 +6,7 @@ from tests.mutants.base import Mutant
 
 BOOTSTRAP = "scheduler/bootstrap.py"
 CHUNKS = "scheduler/chunks.py"
+OUTBOUND = "scheduler/outbound.py"
 PREFILL = "scheduler/prefill.py"
 
 MUTANTS = (
@@ -19,7 +20,7 @@ MUTANTS = (
             elif state > KVPoll.BOOTSTRAPPING:
                 ready""",
         "a failed request behind it is not cleaned up in the same pass",
-        (266, 1965, 2146),
+        (37, 104, 1965),
     ),
     Mutant(
         "an abort keeps the metadata slot",
@@ -30,7 +31,7 @@ MUTANTS = (
         """        ticket.sender.fail(message)
 """,
         "every abort costs a slot for good",
-        (5, 11, 20),
+        (11, 15, 20),
     ),
     Mutant(
         "bootstrap is finalized before it has ended",
@@ -38,7 +39,7 @@ MUTANTS = (
         "if self.poll(ticket) <= KVPoll.BOOTSTRAPPING or not",
         "if self.poll(ticket) < KVPoll.BOOTSTRAPPING or not",
         "pages would be sent before decode has said where they start",
-        (2, 6, 8),
+        (6, 7, 8),
     ),
     Mutant(
         "a retry is not counted",
@@ -46,7 +47,7 @@ MUTANTS = (
         "        outgoing.ticket.num_retries += 1\n",
         "",
         "a request is computed more than N + 1 times",
-        (27, 34, 36),
+        (7, 27, 29),
     ),
     Mutant(
         "sending starts one page too late",
@@ -65,7 +66,7 @@ MUTANTS = (
         self.memory.publish(lease, prompt)
         cached =""",
         "others read pages that nobody has computed",
-        (3, 8, 10),
+        (3, 5, 7),
     ),
     Mutant(
         "an aborted prompt waits for its step",
@@ -76,7 +77,7 @@ MUTANTS = (
         """            outgoing = self._outgoing[request_id]
 """,
         "the result of the step finds nobody",
-        (11, 35, 50),
+        (7, 11, 40),
     ),
     Mutant(
         "parked requests are not looked at",
@@ -87,7 +88,7 @@ MUTANTS = (
                 self._look_at_outgoing(outgoing)
         for ticket""",
         "the end of bootstrap never wakes them",
-        (21, 38, 47),
+        (8, 21, 40),
     ),
     Mutant(
         "parked requests keep their pages",
@@ -95,7 +96,7 @@ MUTANTS = (
         "        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):\n",
         "        while seq is None and ticket.is_bootstrapped and (parked := None):\n",
         "a bootstrapped request waits for one that waits for it",
-        (359, 601, 634),
+        (359, 460, 629),
     ),
     Mutant(
         "optimists keep their metadata slots",
@@ -103,7 +104,7 @@ MUTANTS = (
         "        while self.metadata.num_free == 0 and self.bootstrap.num_starved():\n",
         "        while False:\n",
         "a bootstrapped request waits for one that waits for it",
-        (634, 919, 1022),
+        (165, 169, 460),
     ),
     Mutant(
         "the metadata row leaves before the last page",
@@ -111,7 +112,7 @@ MUTANTS = (
         "(ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq)",
         "(ticket.next_page or 0) + 1 < self._num_sendable_pages(outgoing.seq)",
         "decode takes the transfer for complete",
-        (36, 51, 57),
+        (4, 8, 28),
     ),
     Mutant(
         "a failed request keeps its deadline",
@@ -122,7 +123,7 @@ MUTANTS = (
         """        self.bootstrap.maybe_release_metadata_buffer(ticket)
         self._outcomes.fail""",
         "the heap of deadlines grows with every failure",
-        (3, 5, 11),
+        (3, 11, 15),
     ),
     Mutant(
         "a prompt that ends with its first token keeps its room",
@@ -131,7 +132,7 @@ MUTANTS = (
 """,
         "",
         "decode holds a reservation for an answer that is over",
-        (1, 5, 13),
+        (5, 20, 25),
     ),
     Mutant(
         "the last token of a prompt is taken from the cache",
@@ -139,7 +140,7 @@ MUTANTS = (
         "self.memory.lease(prompt, len(prompt) - 1, len(prompt))",
         "self.memory.lease(prompt, len(prompt), len(prompt))",
         "nothing is computed, so nothing chooses the first token",
-        (57, 87, 123),
+        (87, 118, 123),
     ),
     Mutant(
         "pages leave before the step that computes them",
@@ -147,7 +148,7 @@ MUTANTS = (
         "self._sends_until(outgoing, part.start // self.memory.page_size",
         "self._sends_until(outgoing, part.end // self.memory.page_size",
         "decode gets what the page held before",
-        (16, 17, 22),
+        (5, 12, 13),
     ),
     Mutant(
         "an early send goes on from its own end",
@@ -155,7 +156,7 @@ MUTANTS = (
         "first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)",
         "first, ticket.next_page = ticket.next_page, ticket.next_page + self.limits.max_chunk_pages",
         "pages behind the chunk are skipped",
-        (3, 22, 32),
+        (0, 3, 19),
     ),
     Mutant(
         "a chunk larger than its budget",
@@ -163,7 +164,7 @@ MUTANTS = (
         "        if count < remaining:\n            count = (seq.num_launched + count) // page_size * page_size - seq.num_launched\n",
         "        if count < remaining:\n            count = -(-(seq.num_launched + count) // page_size) * page_size - seq.num_launched\n",
         "a chunk reaches behind the prompt",
-        (3, 16, 60),
+        (3, 8, 33),
     ),
     Mutant(
         "a token leaves before bootstrap has ended",
@@ -172,5 +173,29 @@ MUTANTS = (
         "        elif True:\n",
         "a side effect of a forward that may yet come to nothing",
         (6, 10, 19),
+    ),
+    Mutant(
+        "held chunks stay when their request is gone",
+        PREFILL,
+        "        outgoing.held.drop()\n",
+        "",
+        "copies of pages fill the holding place until nothing can be held",
+        (19, 27, 38),
+    ),
+    Mutant(
+        "pages that need not leave keep their holding place",
+        OUTBOUND,
+        "            self._place.give_back(self._chunks.popleft().num_pages)\n        if",
+        "            self._chunks.popleft()\n        if",
+        "places of pages that decode has already are lost",
+        (16, 34, 39),
+    ),
+    Mutant(
+        "pages are held before they are computed",
+        PREFILL,
+        "yield from self._holds_until(outgoing, end)",
+        "yield from self._holds_until(outgoing, len(outgoing.seq.lease.pages))",
+        "what leaves later is what the pages held before",
+        (16, 21, 28),
     ),
 )

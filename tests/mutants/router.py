@@ -11,7 +11,7 @@ MUTANTS = (
         "usable = [member for member in members if member.instance_id not in tried.full]",
         "usable = members",
         "the router asks for ever",
-        (93, 166, 666),
+        (245, 975, 1210),
     ),
     Mutant(
         "a retry leaves out the tokens so far",
@@ -19,7 +19,7 @@ MUTANTS = (
         "return self.prompt + self.tokens",
         "return self.prompt",
         "the answer starts anew in the middle",
-        (5, 6, 30),
+        (15, 30, 46),
     ),
     Mutant(
         "a lost transfer breaks an answer that has just ended",
@@ -30,7 +30,7 @@ MUTANTS = (
         """            self._decode_end = failed
         self.outcome = Broken""",
         "decode's word counts more than prefill's, which is still on its way",
-        (13, 43, 259),
+        (43, 97, 165),
     ),
     Mutant(
         "a sequence is counted as outstanding for ever",
@@ -38,6 +38,6 @@ MUTANTS = (
         "            dispatch.member.outstanding_sequences -= 1\n",
         "",
         "the router believes its workers full",
-        (3, 5, 6),
+        (0, 3, 4),
     ),
 )
