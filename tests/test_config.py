@@ -121,6 +121,7 @@ def test_the_description_lists_every_field_of_the_schema() -> None:
         ("engine.prefill_buckets=[]", "engine.prefill_buckets must be rising positive numbers, got []"),
         ("engine.max_running=17", "engine.decode_buckets ends at 16, below engine.max_running 17"),
         ("scheduler.max_step_tokens=513", "scheduler.max_step_tokens 513 exceeds the largest of engine.prefill_buckets 512"),
+        ("scheduler.max_step_tokens=15", "scheduler.max_step_tokens 15 is less than a page, engine.page_size 16"),
         ("worker.router=nowhere", "worker.router: must be HOST:PORT with a port from 1 to 65535, got 'nowhere'"),
         ("worker.router=host:0", "worker.router: must be HOST:PORT with a port from 1 to 65535, got 'host:0'"),
         ("sever.port=1", "unknown section sever; did you mean server?"),
