@@ -22,8 +22,8 @@ from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chun
 from pdjax.scheduler.deadlines import Deadlines
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
-from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.outbound import Held, HoldingPlace, SendOrder
+from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, WaitingLine
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool

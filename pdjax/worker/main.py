@@ -24,8 +24,8 @@ from pdjax.observe.signals import stop_signals
 from pdjax.protocol import Peer
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
-from pdjax.worker.loop import EngineLoop
 from pdjax.worker.links import make_carriers, make_lander
+from pdjax.worker.loop import EngineLoop
 from pdjax.worker.membership import RouterLink
 from pdjax.worker.role import Role
 from pdjax.worker.service import sequence_handler

@@ -10,9 +10,9 @@ from pdjax.engine.batch import PrefillSeq, StepOutput
 from pdjax.engine.engine import Engine
 from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
+from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
-from pdjax.scheduler.outbound import SendOrder
 from pdjax.transfer.base import KVSource, Wake
 from pdjax.worker.gauges import prefill_gauges
 from pdjax.worker.reader import PrefillStep, StepReader
