@@ -277,7 +277,7 @@ class Cluster:
             assert scheduler.memory.num_private == 0
             assert scheduler.memory.cache.num_evictable_pages == scheduler.memory.cache.num_pages
             assert scheduler.next_deadline_s() is None
-        assert self.prefill._holding.num_pages == 0
+        assert self.prefill._sending.holding.num_pages == 0
 
     def _turn_prefill(self):
         scheduler, engine = self.prefill, self.prefill_engine

@@ -364,7 +364,7 @@ def test_what_was_gathered_while_bootstrap_was_pending_leaves_at_once(max_held, 
     cluster.submit(request, decode_delay=20)
     for _ in range(15):
         cluster.tick()
-    assert cluster.prefill._holding.num_pages == {0: 0, 4: 4, 64: 12}[max_held]
+    assert cluster.prefill._sending.holding.num_pages == {0: 0, 4: 4, 64: 12}[max_held]
     gathers = []
     gather = cluster.prefill_engine.gather
     cluster.prefill_engine.gather = lambda pages: gathers.append(len(pages)) or gather(pages)
@@ -381,7 +381,7 @@ def test_chunks_held_for_an_aborted_request_are_let_go():
     cluster.submit(cluster.request("a", prompt_of(46), 4), decode_delay=50)
     for _ in range(15):
         cluster.tick()
-    assert cluster.prefill._holding.num_pages == 12
+    assert cluster.prefill._sending.holding.num_pages == 12
     cluster.prefill.abort("a")
     cluster.late.clear()
     cluster.run()

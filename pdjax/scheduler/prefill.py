@@ -22,9 +22,10 @@ from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chun
 from pdjax.scheduler.deadlines import Deadlines
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
-from pdjax.scheduler.outbound import Held, HoldingPlace, SendOrder
+from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, WaitingLine
+from pdjax.scheduler.sending import Sending
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
@@ -69,10 +70,10 @@ class PrefillScheduler:
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
         self._next_hopeful_s: float | None = None
-        self._holding = HoldingPlace(limits.max_held_pages)
         self.recorder = recorder
         self._outcomes = Outcomes(recorder)
         self.counts = PrefillCounts()
+        self._sending = Sending(memory.page_size, limits.max_chunk_pages, limits.max_held_pages, recorder, self.counts)
 
     @property
     def num_waiting(self) -> int:
@@ -163,17 +164,12 @@ class PrefillScheduler:
         Nothing that decode holds already. What a sequence whose bootstrap is pending has is gathered too, but held.
         """
         for part in parts:
-            outgoing = self._outgoing[part.seq.answer.request_id]
-            for order in self._sends_until(outgoing, part.start // self.memory.page_size, "early_send"):
-                if outgoing.ticket.is_bootstrapped:
-                    self.counts.early_sent_pages += len(order.pages)
-                yield order
+            yield from self._sending.cached_prefix(self._outgoing[part.seq.answer.request_id], part.start)
 
     def sends(self) -> Iterator[SendOrder]:
-        """Pages whose computation has been dispatched and that a sender has room for. A partial last page waits for the last chunk."""
+        """Pages whose computation has been dispatched and that a sender has room for."""
         for outgoing in self._outgoing.values():
-            name = "last_send" if outgoing.seq.is_launched else "send"
-            yield from self._sends_until(outgoing, self._num_sendable_pages(outgoing.seq), name)
+            yield from self._sending.computed(outgoing)
 
     def settle(self, part: PrefillPart, token: TokenOut | None) -> None:
         """Take in the result of a step: `token` is what the last chunk sampled, None for the other chunks.
@@ -203,7 +199,7 @@ class PrefillScheduler:
         """Where every page has been handed over and the first token is known: send the metadata row, free pages and request slot."""
         for request_id, outgoing in list(self._outgoing.items()):
             ticket = outgoing.ticket
-            if not outgoing.has_row or (ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq):
+            if not outgoing.has_row or (ticket.next_page or 0) < self._sending.sendable_pages(outgoing.seq):
                 continue
             assert ticket.metadata_slot is not None, f"{request_id} has a row and no slot"
             self.recorder.open(request_id, "transfer")  # has begun with the first page, if there was one
@@ -217,7 +213,7 @@ class PrefillScheduler:
         rows = len(self._line) + len(self._outgoing) + len(self._delivering)
         assert self.slots.num_held == len(self._outgoing), f"{self.slots.num_held} slots held by {len(self._outgoing)} sequences"
         assert self.metadata.num_held == rows, f"{self.metadata.num_held} metadata slots held by {rows} sequences"
-        assert self._outgoing or not self._holding.num_pages, f"{self._holding.num_pages} gathered pages are held for nobody"
+        assert self._outgoing or not self._sending.holding.num_pages, f"{self._sending.holding.num_pages} gathered pages are held for nobody"
 
     def _admit(self) -> Computing | None:
         """Move the head of the line to outgoing; None where it has to wait for a slot or for pages."""
@@ -246,40 +242,9 @@ class PrefillScheduler:
             self.counts.prompt_tokens += len(prompt)
             self.counts.cached_tokens += cached
         seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached)
-        self._outgoing[ticket.request_id] = Outgoing(ticket, seq, Held(self._holding))
+        self._outgoing[ticket.request_id] = Outgoing(ticket, seq, self._sending.new_held())
         self.recorder.mark(ticket.request_id, "forward")
         return seq
-
-    def _sends_until(self, outgoing: Outgoing, end: int, name: str) -> Iterator[SendOrder]:
-        """Chunks of the pages before `end` that have not been handed over, as far as the sender has room. `name`: in the timeline."""
-        ticket = outgoing.ticket
-        if not ticket.is_bootstrapped:
-            yield from self._holds_until(outgoing, end)
-        self._send_held(outgoing)
-        while ticket.next_page is not None and ticket.next_page < end and ticket.sender.can_send():
-            first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)
-            self.recorder.open(ticket.request_id, "transfer")
-            self.recorder.note(ticket.request_id, name, "sends", ticket.next_page - first)
-            yield SendOrder(ticket.sender, first, outgoing.seq.lease.pages[first : ticket.next_page])
-
-    def _holds_until(self, outgoing: Outgoing, end: int) -> Iterator[SendOrder]:
-        """Chunks of the pages before `end` for a sequence that may not send yet, as far as there is a place to hold them."""
-        held = outgoing.held
-        while (count := min(end - held.next_page, self.limits.max_chunk_pages)) > 0 and held.ask(count):
-            first = held.next_page - count
-            yield SendOrder(held, first, outgoing.seq.lease.pages[first : held.next_page])
-
-    def _send_held(self, outgoing: Outgoing) -> None:
-        """Hand over what was held while bootstrap was pending. Where decode's prefix ends inside a chunk, all is gathered anew."""
-        ticket = outgoing.ticket
-        while ticket.next_page is not None and ticket.sender.can_send() and (chunk := outgoing.held.pop(ticket.next_page)):
-            self.recorder.open(ticket.request_id, "transfer")
-            self.recorder.note(ticket.request_id, "held_send", "sends", chunk.num_pages)
-            ticket.next_page = chunk.end_page
-            ticket.sender.send(*chunk)
-
-    def _num_sendable_pages(self, seq: Computing) -> int:
-        return len(seq.lease.pages) if seq.is_launched else seq.num_launched // self.memory.page_size
 
     def _take_bootstrapped(self) -> None:
         ready, failed = self.bootstrap.pop_bootstrapped()

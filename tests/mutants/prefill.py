@@ -8,6 +8,7 @@ BOOTSTRAP = "scheduler/bootstrap.py"
 CHUNKS = "scheduler/chunks.py"
 OUTBOUND = "scheduler/outbound.py"
 PREFILL = "scheduler/prefill.py"
+SENDING = "scheduler/sending.py"
 
 MUTANTS = (
     Mutant(
@@ -109,8 +110,8 @@ MUTANTS = (
     Mutant(
         "the metadata row leaves before the last page",
         PREFILL,
-        "(ticket.next_page or 0) < self._num_sendable_pages(outgoing.seq)",
-        "(ticket.next_page or 0) + 1 < self._num_sendable_pages(outgoing.seq)",
+        "(ticket.next_page or 0) < self._sending.sendable_pages(outgoing.seq)",
+        "(ticket.next_page or 0) + 1 < self._sending.sendable_pages(outgoing.seq)",
         "decode takes the transfer for complete",
         (4, 8, 28),
     ),
@@ -145,16 +146,16 @@ MUTANTS = (
     Mutant(
         "pages leave before the step that computes them",
         PREFILL,
-        "self._sends_until(outgoing, part.start // self.memory.page_size",
-        "self._sends_until(outgoing, part.end // self.memory.page_size",
+        "self._outgoing[part.seq.answer.request_id], part.start)",
+        "self._outgoing[part.seq.answer.request_id], part.end)",
         "decode gets what the page held before",
         (5, 12, 13),
     ),
     Mutant(
         "an early send goes on from its own end",
-        PREFILL,
-        "first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self.limits.max_chunk_pages)",
-        "first, ticket.next_page = ticket.next_page, ticket.next_page + self.limits.max_chunk_pages",
+        SENDING,
+        "first, ticket.next_page = ticket.next_page, min(end, ticket.next_page + self._max_chunk_pages)",
+        "first, ticket.next_page = ticket.next_page, ticket.next_page + self._max_chunk_pages",
         "pages behind the chunk are skipped",
         (0, 3, 19),
     ),
@@ -192,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "pages are held before they are computed",
-        PREFILL,
+        SENDING,
         "yield from self._holds_until(outgoing, end)",
         "yield from self._holds_until(outgoing, len(outgoing.seq.lease.pages))",
         "what leaves later is what the pages held before",
