@@ -177,6 +177,7 @@ class LLM:
             raise
 
     def _stop_loop(self) -> None:
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -18,8 +18,12 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 # Run apart from the checkout: prints where things come from and what the default configuration says.
 PROBE = """
 import site, sys
-site.addsitedir(sys.argv[1])
+# The environment of the tests may hold an editable installation itself, whose finder and module names come first.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]
+for name in [name for name in sys.modules if name.startswith("__editable__")]:
+    del sys.modules[name]
 sys.path.insert(0, sys.argv[1])
+site.addsitedir(sys.argv[1])
 import pdjax.kernels
 from pdjax.config.load import load_config
 from pdjax.config.schema import Config
