@@ -1,7 +1,7 @@
 """The bootstrap queue of a prefill worker: requests whose decode side has not announced itself yet.
 
 A request here holds a sender and no pages. It takes a metadata slot when it leaves: because its bootstrap has ended, or because it
-goes ahead of it (optimistic prefill, after sglang-project PR 26780's queue).
+goes ahead of it (optimistic prefill, after sgl-project/sglang PR 26780).
 """
 
 from __future__ import annotations
