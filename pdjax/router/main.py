@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import time
 
@@ -26,8 +25,6 @@ from pdjax.router.fleet import Fleet
 from pdjax.router.grpc_client import GrpcWorkerClient
 from pdjax.router.roster import Roster
 from pdjax.router.router import ModelIdentity, Router
-
-logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1
 """How long open answers may go on after the order to stop; then they end with an error, and as long again after that their connections

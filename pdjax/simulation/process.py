@@ -51,9 +51,6 @@ class Chance:
     def hits(self, probability: float) -> bool:
         return probability > 0 and self._draw() < probability
 
-    def pick(self, options: list | tuple) -> Any:
-        return options[int(self._draw() * len(options))]
-
 
 class Process:
     """What is posted to a stopped process happens when it goes on, in order; what is posted to a dead one never happens."""

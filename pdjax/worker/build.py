@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import jax
@@ -29,8 +28,6 @@ from pdjax.transfer.base import Emulation, KVSink, KVSource, TransferLimits, Wak
 from pdjax.worker.decode import DecodeRole
 from pdjax.worker.optimism import optimistic_retries
 from pdjax.worker.prefill import PrefillRole, no_early_sends
-
-logger = logging.getLogger(__name__)
 
 OPTIMISM_GRACE_S = 0.005
 """What a prompt waits for its bootstrap before it goes ahead. Announcements of an idle decode worker come within 3-5 ms; a request that

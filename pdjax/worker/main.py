@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import socket
 import threading
@@ -29,8 +28,6 @@ from pdjax.worker.loop import EngineLoop
 from pdjax.worker.membership import RouterLink
 from pdjax.worker.role import Role
 from pdjax.worker.service import sequence_handler
-
-logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
 """What calls that run get between the order to stop and being cut off. Their clients are told at once, so they have no use for more."""
