@@ -3,6 +3,10 @@
 Work is a list of query tiles, each of one sequence; a tile walks over the KV blocks of its sequence with a trip count known only at
 run time. So no S x S matrix of scores exists, and no page is gathered that the sequence does not have (up to the rest of a block,
 where the table points at the null page).
+
+Long prompts are cut into large tiles, whose products are large enough to keep every core busy; what is left of a sequence into small
+ones, which waste less of what they compute. Blocks that a whole tile sees need no mask. Of the blocks on the diagonal a large tile
+computes only the rows that see any of it, to half a tile.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ _MASKED = -1e30
 
 
 class Tuning(NamedTuple):
-    """Block sizes in tokens. Measured with SmolLM2-135M in float32 on 2 AVX2 cores: 128 x 256 best for 512-token prefills."""
+    """Block sizes in tokens; `docs/performance.md` says how they were found."""
 
-    prefill_query_tile: int = 128
+    large_query_tile: int = 512
+    query_tile: int = 128
     prefill_kv_block: int = 256
-    decode_kv_block: int = 128
+    decode_kv_block: int = 256
 
 
 DEFAULT_TUNING = Tuning()
@@ -38,13 +43,17 @@ class XlaAttention:
         self._tuning = tuning
 
     def prefill(self, batch: PrefillBatch, num_rows: int) -> Attend:
-        tuning = self._tuning
-        tile_rows = min(tuning.prefill_query_tile, num_rows)
-        tiles = _tile_list(batch, num_rows, tile_rows)
+        kv_block = self._tuning.prefill_kv_block
+        tilings = _cut(batch, num_rows, self._tuning)
 
         def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
-            padded_tables = _pad_tables(tiles.tables, pool.shape[2], tuning.prefill_kv_block)
-            return _attend_tiles(queries, pool, layer, tiles._replace(tables=padded_tables), tile_rows, tuning.prefill_kv_block)
+            num_heads, head_dim = queries.shape[1:]
+            rows = jnp.pad(_scale(queries), ((0, tilings[0].tile_rows), (0, 0), (0, 0)))
+            tables = _pad_tables(batch.tables, pool.shape[2], kv_block)
+            out = jnp.zeros((len(rows), num_heads, head_dim), jnp.float32)
+            for tiling in tilings:
+                out = _attend_tiles(out, rows, pool, layer, tiling, tables, kv_block)
+            return out[:num_rows].astype(queries.dtype)
 
         return attend
 
@@ -52,9 +61,12 @@ class XlaAttention:
         kv_block = self._tuning.decode_kv_block
 
         def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
+            block = _block_tokens(kv_block, pool.shape[2])
+
             def one(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
                 query, table, visible = row
-                return _attend_tile(query, pool, layer, table, visible - 1, visible, kv_block)
+                spans = [_Span(0, -(-visible // block), is_masked=True)]
+                return _attend_tile(query, _Keys(pool, layer, table, visible, block), visible - 1, spans)
 
             tables = _pad_tables(batch.tables, pool.shape[2], kv_block)
             rows = jax.lax.map(one, (_scale(queries)[:, None], tables, batch.visible))
@@ -63,108 +75,177 @@ class XlaAttention:
         return attend
 
 
-def _pad_tables(tables: jax.Array, page_size: int, kv_block: int) -> jax.Array:
-    """Widen page tables by null pages to whole KV blocks, so that the last block can be read in one piece."""
-    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % _pages_of_block(kv_block, page_size))))
-
-
-def _pages_of_block(block_tokens: int, page_size: int) -> int:
-    return max(1, block_tokens // page_size)
-
-
-class _Tiles(NamedTuple):
-    """Query tiles in row order. A tile covers `tile_rows` rows; those past `ends` belong to the next tile, or to nobody."""
-
-    count: jax.Array  # int32 scalar: tiles in use
-    rows: jax.Array  # int32[tiles]: first row
-    positions: jax.Array  # int32[tiles]: position of the first row
-    ends: jax.Array  # int32[tiles]: first position that the tile does not compute
-    tables: jax.Array  # int32[tiles, P]
-
-
-def _tile_list(batch: PrefillBatch, num_rows: int, tile_rows: int) -> _Tiles:
-    """Cut every sequence into tiles. At most one tile of a sequence is not full, which bounds their number."""
-    num_sequences = batch.lengths.shape[0]
-    max_tiles = num_rows // tile_rows + num_sequences
-    per_sequence = (batch.lengths + tile_rows - 1) // tile_rows
-    last_tile = jnp.cumsum(per_sequence)
-    tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), num_sequences - 1)
-    offset = (tile - last_tile[sequence] + per_sequence[sequence]) * tile_rows
-    positions = batch.starts[sequence] + offset
-    ends = jnp.minimum(positions + tile_rows, batch.starts[sequence] + batch.lengths[sequence])
-    return _Tiles(last_tile[-1], batch.first_rows[sequence] + offset, positions, ends, batch.tables[sequence])
-
-
 def _scale(queries: jax.Array) -> jax.Array:
     return queries.astype(jnp.float32) * queries.shape[-1] ** -0.5
 
 
-def _attend_tiles(queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tiles: _Tiles, tile_rows: int, kv_block: int) -> jax.Array:
-    """Compute tile after tile. A tile may write garbage past its end: the next tile in row order overwrites it, or it is padding."""
-    num_rows, num_heads, head_dim = queries.shape
-    padded = jnp.pad(_scale(queries), ((0, tile_rows), (0, 0), (0, 0)))
+def _pad_tables(tables: jax.Array, page_size: int, kv_block: int) -> jax.Array:
+    """Widen page tables by null pages to whole KV blocks, so that the last block can be read in one piece."""
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (_block_tokens(kv_block, page_size) // page_size))))
+
+
+def _block_tokens(kv_block: int, page_size: int) -> int:
+    """The size of a KV block: whole pages, at least one."""
+    return max(1, kv_block // page_size) * page_size
+
+
+class _Tiling(NamedTuple):
+    """Query tiles of one size. A tile covers `tile_rows` rows, of which those at `ends` and later are not its own."""
+
+    tile_rows: int
+    is_split: bool  # whether blocks on the diagonal are computed for the tile's second half alone where the first sees nothing
+    count: jax.Array  # int32 scalar: tiles in use
+    rows: jax.Array  # int32[tiles]: first row
+    positions: jax.Array  # int32[tiles]: position of the first row
+    ends: jax.Array  # int32[tiles]: first position that the tile does not compute
+    sequences: jax.Array  # int32[tiles]
+
+
+def _cut(batch: PrefillBatch, num_rows: int, tuning: Tuning) -> list[_Tiling]:
+    """Cut every sequence into large tiles and then small ones. A rest that fills all but one small tile of a large one is a large one."""
+    large, small = tuning.large_query_tile, min(tuning.query_tile, num_rows)
+    if num_rows < large:
+        return [_tiling(batch, num_rows, small, jnp.zeros_like(batch.lengths), -(-batch.lengths // small))]
+    num_large = (batch.lengths + small) // large
+    in_large = jnp.minimum(num_large * large, batch.lengths)
+    tilings = [_tiling(batch, num_rows, large, jnp.zeros_like(in_large), num_large, is_split=True)]
+    return [*tilings, _tiling(batch, num_rows, small, in_large, -(-(batch.lengths - in_large) // small))]
+
+
+def _tiling(
+    batch: PrefillBatch, num_rows: int, tile_rows: int, skipped: jax.Array, per_sequence: jax.Array, is_split: bool = False
+) -> _Tiling:
+    """`per_sequence[s]` tiles of sequence s behind its first `skipped[s]` rows, in row order.
+
+    At most one tile of a sequence is not full, which bounds their number.
+    """
+    num_sequences = batch.lengths.shape[0]
+    last_tile = jnp.cumsum(per_sequence)
+    tile = jnp.arange(num_rows // tile_rows + num_sequences, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), num_sequences - 1)
+    offset = skipped[sequence] + (tile - last_tile[sequence] + per_sequence[sequence]) * tile_rows
+    positions = batch.starts[sequence] + offset
+    ends = jnp.minimum(positions + tile_rows, batch.starts[sequence] + batch.lengths[sequence])
+    return _Tiling(tile_rows, is_split, last_tile[-1], batch.first_rows[sequence] + offset, positions, ends, sequence)
+
+
+def _attend_tiles(
+    out: jax.Array, queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tiling: _Tiling, tables: jax.Array, kv_block: int
+) -> jax.Array:
+    """Compute tile after tile into `out`, both float32[rows, H, D]; rows that are not a tile's own keep what they hold."""
+    block = _block_tokens(kv_block, pool.shape[2])
+    shape = (tiling.tile_rows, *queries.shape[1:])
 
     def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
-        query = jax.lax.dynamic_slice(padded, (tiles.rows[i], 0, 0), (tile_rows, num_heads, head_dim))
-        result = _attend_tile(query, pool, layer, tiles.tables[i], tiles.positions[i], tiles.ends[i], kv_block)
-        return jax.lax.dynamic_update_slice(out, result, (tiles.rows[i], 0, 0))
+        position, end, corner = tiling.positions[i], tiling.ends[i], (tiling.rows[i], 0, 0)
+        keys = _Keys(pool, layer, tables[tiling.sequences[i]], end, block)
+        result = _attend_tile(jax.lax.dynamic_slice(queries, corner, shape), keys, position, _spans(position, end, tiling, block))
+        is_own = position + jnp.arange(tiling.tile_rows, dtype=jnp.int32) < end
+        result = jnp.where(is_own[:, None, None], result, jax.lax.dynamic_slice(out, corner, shape))
+        return jax.lax.dynamic_update_slice(out, result, corner)
 
-    out = jax.lax.fori_loop(0, tiles.count, tile_step, jnp.zeros_like(padded))
-    return out[:num_rows].astype(queries.dtype)
+    return jax.lax.fori_loop(0, tiling.count, tile_step, out)
 
 
-def _attend_tile(
-    query: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    table: jax.Array,
-    position: jax.Array,
-    end: jax.Array,
-    kv_block: int,
-) -> jax.Array:
-    """Online softmax of consecutive query rows of one sequence over its KV blocks.
+class _Span(NamedTuple):
+    """KV blocks from where the span before stopped up to `stop_block`, for the tile's rows from `first_row` on."""
+
+    first_row: int
+    stop_block: jax.Array  # int32 scalar
+    is_masked: bool  # whether some row does not see all of them
+
+
+def _spans(position: jax.Array, end: jax.Array, tiling: _Tiling, block: int) -> list[_Span]:
+    """The blocks that every row sees whole; those that all rows see some of; those that only the second half sees any of."""
+    whole = _Span(0, (position + 1) // block, is_masked=False)
+    rest = _Span(0, -(-end // block), is_masked=True)
+    if not tiling.is_split:
+        return [whole, rest]
+    half = tiling.tile_rows // 2
+    return [whole, rest._replace(stop_block=-(-jnp.minimum(end, position + half) // block)), rest._replace(first_row=half)]
+
+
+class _Keys(NamedTuple):
+    """Keys and values of one sequence in one layer of the pool, of which the first `end` positions are held."""
+
+    pool: jax.Array
+    layer: jax.Array | int
+    table: jax.Array  # int32[P]
+    end: jax.Array  # int32 scalar
+    block: int
+
+    def read(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Block j: keys and values float32[K, block, D], positions int32[block]."""
+        page_size, num_kv_heads, head_dim = self.pool.shape[2], self.pool.shape[3] // 2, self.pool.shape[4]
+        block_pages = self.block // page_size
+        assert self.table.shape[0] % block_pages == 0, f"page table of {self.table.shape[0]} pages is not a multiple of {block_pages}"
+        pages = jax.lax.dynamic_slice(self.table, (j * block_pages,), (block_pages,))
+        kv = self.pool[self.layer, pages].astype(jnp.float32).reshape(self.block, num_kv_heads, 2, head_dim)
+        positions = j * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        return kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2), positions
+
+
+class _Softmax(NamedTuple):
+    """Online softmax so far, for n query rows of each KV head."""
+
+    peak: jax.Array  # float32[K, n]
+    total: jax.Array  # float32[K, n]
+    out: jax.Array  # float32[K, n, D], not yet divided by `total`
+
+    def updated(self, scores: jax.Array, values: jax.Array) -> _Softmax:
+        """With a block of scores [K, n, block] and values [K, block, D] added."""
+        peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - peak[..., None])
+        decay = jnp.exp(self.peak - peak)
+        out = self.out * decay[..., None] + jnp.einsum("kqs,ksd->kqd", weights, values)
+        return _Softmax(peak, self.total * decay + jnp.sum(weights, axis=-1), out)
+
+
+def _attend_tile(query: jax.Array, keys: _Keys, position: jax.Array, spans: list[_Span]) -> jax.Array:
+    """Attention of consecutive query rows of one sequence.
 
     Args:
         query: float32[rows, H, D], scaled.
-        table: int32[P], the sequence's pages.
         position: int32 scalar, position of the first row.
-        end: int32 scalar, the number of positions that the sequence holds as far as this tile is concerned.
-        kv_block: tokens a block.
 
-    Returns: float32[rows, H, D]; rows whose position is not below `end` hold garbage.
+    Returns: float32[rows, H, D]; rows whose position is not below `keys.end` hold garbage.
     """
     rows, num_heads, head_dim = query.shape
-    page_size, num_kv_heads = pool.shape[2], pool.shape[3] // 2
+    num_kv_heads = keys.pool.shape[3] // 2
     group = num_heads // num_kv_heads
-    block_pages = _pages_of_block(kv_block, page_size)
-    block = block_pages * page_size
-    assert table.shape[0] % block_pages == 0, f"page table of {table.shape[0]} pages is not a multiple of {block_pages}"
-    query = query.reshape(rows, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, group * rows, head_dim)
-    row_positions = position + jnp.arange(rows, dtype=jnp.int32)
-
-    def block_step(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak, total, out = carry
-        pages = jax.lax.dynamic_slice(table, (j * block_pages,), (block_pages,))
-        kv = pool[layer, pages].astype(jnp.float32).reshape(block, num_kv_heads, 2, head_dim)
-        positions = j * block + jnp.arange(block, dtype=jnp.int32)
-        is_held = positions < end
-        keys = kv[:, :, 0].transpose(1, 0, 2)
-        values = jnp.where(is_held[None, :, None], kv[:, :, 1].transpose(1, 0, 2), 0.0)
-        is_seen = (positions[None, :] <= row_positions[:, None]) & is_held[None, :]
-        scores = jnp.einsum("kqd,ksd->kqs", query, keys).reshape(num_kv_heads, group, rows, block)
-        scores = jnp.where(is_seen[None, None], scores, _MASKED).reshape(num_kv_heads, group * rows, block)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_peak[..., None])
-        decay = jnp.exp(peak - new_peak)
-        new_out = out * decay[..., None] + jnp.einsum("kqs,ksd->kqd", weights, values)
-        return new_peak, total * decay + jnp.sum(weights, axis=-1), new_out
-
-    start = (
-        jnp.full((num_kv_heads, group * rows), _MASKED, jnp.float32),
-        jnp.zeros((num_kv_heads, group * rows), jnp.float32),
-        jnp.zeros((num_kv_heads, group * rows, head_dim), jnp.float32),
+    query = query.reshape(rows, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3).reshape(num_kv_heads, rows * group, head_dim)
+    row_positions = position + jnp.arange(rows * group, dtype=jnp.int32) // group
+    softmax = _Softmax(
+        jnp.full((num_kv_heads, rows * group), _MASKED, jnp.float32),
+        jnp.zeros((num_kv_heads, rows * group), jnp.float32),
+        jnp.zeros((num_kv_heads, rows * group, head_dim), jnp.float32),
     )
-    _, total, out = jax.lax.fori_loop(0, (end + block - 1) // block, block_step, start)
-    out = (out / total[..., None]).reshape(num_kv_heads, group, rows, head_dim)
-    return out.transpose(2, 0, 1, 3).reshape(rows, num_heads, head_dim)
+    block = jnp.int32(0)
+    for span in spans:
+        first = span.first_row * group
+        before, at_work = [jax.tree.map(lambda leaf, part=part: leaf[:, part], softmax) for part in (slice(first), slice(first, None))]
+        at_work = _attend_span(query[:, first:], keys, row_positions[first:], block, span, at_work)
+        softmax = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), before, at_work)
+        block = span.stop_block
+    out = (softmax.out / softmax.total[..., None]).reshape(num_kv_heads, rows, group, head_dim)
+    return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, head_dim)
+
+
+def _attend_span(
+    query: jax.Array, keys: _Keys, row_positions: jax.Array, first_block: jax.Array, span: _Span, softmax: _Softmax
+) -> _Softmax:
+    """`query` float32[K, n, D], `row_positions` int32[n]."""
+
+    def whole_block(j: jax.Array, softmax: _Softmax) -> _Softmax:
+        block_keys, values, _ = keys.read(j)
+        return softmax.updated(jnp.einsum("kqd,ksd->kqs", query, block_keys), values)
+
+    def masked_block(j: jax.Array, softmax: _Softmax) -> _Softmax:
+        block_keys, values, positions = keys.read(j)
+        is_held = positions < keys.end
+        is_seen = (positions[None, :] <= row_positions[:, None]) & is_held[None, :]
+        scores = jnp.where(is_seen[None], jnp.einsum("kqd,ksd->kqs", query, block_keys), _MASKED)
+        # A weight of 0 times what an unused slot holds, which may be NaN, is not 0.
+        return softmax.updated(scores, jnp.where(is_held[None, :, None], values, 0.0))
+
+    return jax.lax.fori_loop(first_block, span.stop_block, masked_block if span.is_masked else whole_block, softmax)

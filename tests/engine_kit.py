@@ -36,7 +36,7 @@ CONFIG = EngineConfig(
     transfer_buckets=(1, 4),
     compile_cache=None,
 )
-SMALL_BLOCKS = Tuning(prefill_query_tile=8, prefill_kv_block=16, decode_kv_block=8)
+SMALL_BLOCKS = Tuning(large_query_tile=16, query_tile=8, prefill_kv_block=16, decode_kv_block=8)
 """So that contexts of some dozen tokens cross several tiles and blocks."""
 
 

@@ -21,7 +21,7 @@ from pdjax.kernels.xla import Tuning, XlaAttention
 
 LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 6, 2, 8
 TABLE_PAGES, ROWS, SEQS = 11, 32, 3
-TUNINGS = [Tuning(8, 8, 8), Tuning(5, 12, 4), Tuning(128, 256, 128), Tuning(1, 2, 1)]
+TUNINGS = [Tuning(16, 8, 8, 8), Tuning(10, 5, 12, 4), Tuning(512, 128, 256, 256), Tuning(2, 1, 2, 1), Tuning(32, 4, 4, 16)]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-5}
 """Sums over 44 positions in another order: a few units in the last place."""
 
