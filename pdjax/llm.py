@@ -23,7 +23,7 @@ from pdjax.config.schema import Config
 from pdjax.errors import BadRequest
 from pdjax.local_system import LocalSystem
 from pdjax.observe.progress import NullProgress, Progress
-from pdjax.protocol import TokenOut
+from pdjax.protocol import PromptToken, TokenOut
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,10 @@ MAX_WAITING_DELTAS = 64
 
 
 class Completion(NamedTuple):
-    """One answer. `tokens` include the one that ended it; `cached_tokens`: prompt tokens that were not computed, None where unknown."""
+    """One answer. `tokens` include the one that ended it; `cached_tokens`: prompt tokens that were not computed, None where unknown.
+
+    `prompt_logprobs`: one entry a prompt token where they were asked for, empty otherwise; the first has no log probability.
+    """
 
     prompt_token_ids: list[int]
     text: str
@@ -42,6 +45,7 @@ class Completion(NamedTuple):
     finish_reason: str
     stop_reason: int | str | None
     cached_tokens: int | None
+    prompt_logprobs: list[PromptToken]
 
     @property
     def token_ids(self) -> list[int]:
@@ -141,6 +145,7 @@ class LLM:
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             cached_tokens=finish.cached_tokens,
+            prompt_logprobs=[token for delta in deltas if delta.prompt is not None for token in delta.prompt.tokens],
         )
 
     def _stream(self, request: TextRequest) -> Iterator[Delta]:

@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 1
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 20
+PROMPT_TOKENS_PER_MESSAGE = 256
+"""Prompt tokens whose log probabilities go into one message: at most 0.1 MB with all alternatives, however long the prompt."""
 KV_FRAME_BYTES = 1 << 20
 """Payload of one data frame of the gRPC transport: 1 MiB measured fastest between two Python processes."""
 
@@ -58,7 +60,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     `max_tokens` and `min_tokens` count output tokens from the start of the answer, tokens of earlier attempts included.
     `stop_token_ids` already holds the model's end-of-sequence ids unless the client asked to ignore them.
     `seed` is always set; token number i of an answer is drawn with `fold_in(seed, i)`, wherever and with whomever it is computed.
-    `logprobs` None: none wanted; 0: the chosen token's; k: also the k best.
+    `logprobs` None: none wanted; 0: the chosen token's; k: also the k best. `prompt_logprobs`: the same of the prompt's tokens; only the
+    worker that computes the prompt is asked for them.
     """
 
     max_tokens: int
@@ -74,6 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def uses_history(self) -> bool:
@@ -118,8 +122,23 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
 
 
+class PromptToken(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model finds the prompt's token at `position` behind those before it; `top_logprobs`: the best instead of it.
+
+    `logprob` None: of the first token, which follows nothing; it does not travel between processes.
+    """
+
+    position: int
+    token: int
+    logprob: float | None
+    top_logprobs: list[tuple[int, float]] = []
+
+
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """`prompt`: at most PROMPT_TOKENS_PER_MESSAGE, in order; those of a prompt come before its first output token."""
+
     tokens: list[TokenOut]
+    prompt: list[PromptToken] = []
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):

@@ -16,13 +16,13 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from pdjax.api.app import create_app
-from pdjax.api.backend import Backend, ModelCard
+from pdjax.api.backend import Backend, ModelCard, Part, ScoredPrompt
 from pdjax.api.chat_template import ChatTemplate
 from pdjax.api.tokenizer import Tokenizer, _byte_alphabet
 from pdjax.checkpoints.base import TokenizerData
 from pdjax.config.schema import ServerConfig
 from pdjax.errors import NoWorker
-from pdjax.protocol import Finished, Sampling, TokenOut
+from pdjax.protocol import Finished, PromptToken, Sampling, TokenOut
 
 EOS = 256
 TURN = 257
@@ -59,11 +59,21 @@ def token_out(index: int, token: int, sampling: Sampling) -> TokenOut:
     return TokenOut(index, token, logprob, [(max(token - k, 0), logprob - k / 4) for k in range(sampling.logprobs)])
 
 
+def prompt_tokens(prompt: list[int], num_top: int) -> list[PromptToken]:
+    """Logprob of prompt token i is -i; alternative k (0: the token itself) is token - k, and k / 4 less likely."""
+    return [
+        PromptToken(i, token, -float(i), [(max(token - k, 0), -i - k / 4) for k in range(num_top)])
+        for i, token in enumerate(prompt)
+        if i > 0
+    ]
+
+
 class FakeBackend(Backend):
     """Answers each prompt with `script(prompt)`, cut at stop tokens and max_tokens as workers cut it.
 
     `hold_at` k: blocks for ever before output token k. `fail_at` k: raises `error` there. `ready` False: raises NoWorker everywhere.
-    A call keeps the settings that it began with. Counts of open generators are exact at any moment; wait for them with `wait_until_open`.
+    Prompt log probabilities come `prompt_chunk` tokens at a time. A call keeps the settings that it began with. Counts of open generators
+    are exact at any moment; wait for them with `wait_until_open`.
     """
 
     def __init__(self) -> None:
@@ -79,6 +89,7 @@ class FakeBackend(Backend):
         self.ready = True
         self.cached_tokens = 0
         self.num_open = 0
+        self.prompt_chunk = 3
 
     def model_card(self) -> ModelCard:
         if not self.ready:
@@ -88,13 +99,15 @@ class FakeBackend(Backend):
     def is_ready(self) -> bool:
         return self.ready
 
-    async def generate(
-        self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float
-    ) -> AsyncIterator[TokenOut | Finished]:
+    async def generate(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float) -> AsyncIterator[Part]:
         hold_at, fail_at, tokens = self.hold_at, self.fail_at, self.script(prompt)
         self.calls.append(Call(request_id, prompt, sampling, deadline_s))
         self._count(1)
         try:
+            if sampling.prompt_logprobs is not None:
+                scored = prompt_tokens(prompt, sampling.prompt_logprobs)
+                for start in range(0, len(scored), self.prompt_chunk):
+                    yield ScoredPrompt(scored[start : start + self.prompt_chunk])
             for index in range(len(tokens) + 1):
                 await asyncio.sleep(0)
                 if index == hold_at:

@@ -78,7 +78,8 @@ def is_alive(pid: int) -> bool:
 class Served:
     """One `python -m pdjax.serve`, at the head of its own process group, its output in `folder`. `end` it, whatever happened to it."""
 
-    def __init__(self, folder: Path, name: str, role: str, settings: Mapping[str, Any]):
+    def __init__(self, folder: Path, name: str, role: str, settings: Mapping[str, Any], env: Mapping[str, str] | None = None):
+        """`env`: environment variables beside those of this process."""
         self.name = name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
@@ -86,6 +87,7 @@ class Served:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pdjax.serve", "--role", role, *words],
                 cwd=ROOT,
+                env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -149,10 +151,10 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, name: str, role: str, **settings: Any) -> Iterator[Served]:
+def serving(folder: Path, name: str, role: str, *, env: Mapping[str, str] | None = None, **settings: Any) -> Iterator[Served]:
     """A process that has been told to start, and is ended in the end. `settings` have `__` for the dot."""
     changed = {key.replace("__", "."): value for key, value in settings.items()}
-    served = Served(folder, name, role, {"server.port": 0, "router.control_port": 0, **SETTINGS, **changed})
+    served = Served(folder, name, role, {"server.port": 0, "router.control_port": 0, **SETTINGS, **changed}, env)
     try:
         yield served
     finally:
@@ -204,7 +206,8 @@ class Answer(NamedTuple):
 
 
 class BrokenStream(Exception):
-    """The stream ended with an error event (`error`) or without any word (`error` None). `ids`: what came before."""
+    """The stream was refused or ended with an error event (`error`), or it ended without any word (`error` None). `ids`: what came
+    before."""
 
     def __init__(self, ids: list[int], error: dict[str, Any] | None):
         super().__init__(f"{error} after {len(ids)} tokens")
@@ -245,12 +248,13 @@ class Client:
         return ids
 
     def stream(self, prompt: list[int], max_tokens: int, **fields: Any) -> Iterator[int]:
-        """Token ids as they come. Raises BrokenStream unless the stream ends with a finish reason and [DONE]."""
+        """Token ids as they come. Raises BrokenStream where there is no stream, or one that ends without a finish reason and [DONE]."""
         body = {"model": MODEL, "temperature": 0, "prompt": prompt, "max_tokens": max_tokens, "logprobs": 0, "stream": True, **fields}
         ids: list[int] = []
         finish_reason = None
         with self.http.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200, response.read()
+            if response.status_code != 200:
+                raise BrokenStream([], json.loads(response.read())["error"])
             for event in _events(response):
                 if event is None and finish_reason is not None:
                     return

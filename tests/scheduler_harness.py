@@ -10,7 +10,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pdjax.protocol import KVPoll, Peer, Sampling, SequenceRequest, TokenOut
+from pdjax.protocol import KVPoll, Peer, PromptToken, Sampling, SequenceRequest, TokenOut
 from pdjax.scheduler.bootstrap import BootstrapQueue
 from pdjax.scheduler.decode import DecodeLimits, DecodeScheduler
 from pdjax.scheduler.faults import NO_FAULTS
@@ -18,6 +18,7 @@ from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.pages import PagePool
 from pdjax.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor
 from pdjax.scheduler.radix import RadixCache
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import NO_RECORDER, ClockRecorder
@@ -33,6 +34,24 @@ __all__ = ["Cluster", "expected_answer", "next_token"]
 
 def expected_answer(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
     return arithmetic.expected_answer(prompt, Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop)))
+
+
+def prompt_logprob(prefix: list[int]) -> float:
+    """What the harness says of the last token of `prefix`: every other prefix has another number."""
+    return -float(arithmetic.extend(arithmetic.START, prefix))
+
+
+class FakeRows:
+    """The scored rows of a step, as `StepRows`: row i is that of `prefixes[i]`, the tokens up to the scored one."""
+
+    def __init__(self, parts):
+        self.prefixes = [part.seq.answer.tokens[: row + 2] for part in parts for row in part.rows]
+
+    def __len__(self):
+        return len(self.prefixes)
+
+    def read(self, index, position, token, num_top):
+        return PromptToken(position, token, prompt_logprob(self.prefixes[index]), [(position, -1.0)] * num_top)
 
 
 @dataclass
@@ -147,6 +166,10 @@ class FakeLink:
         self._meet(self._room(room))
         return Sender(self._room(room))
 
+    def take_changed(self):
+        """Every room, however often: the queue may not rely on being told once."""
+        return list(self.rooms)
+
     def open(self, room, source, decode_prefix_tokens):
         entry = self._room(room)
         entry.prefix_tokens = decode_prefix_tokens
@@ -174,7 +197,8 @@ class Side:
 
 
 class Cluster:
-    """One prefill and one decode worker. `results` collects, per request, tokens by index and how it ended on each side."""
+    """One prefill and one decode worker. `tokens` and `ends` collect, per request, tokens by index and how it ended on each side;
+    `prompts` the log probabilities of its prompt, `num_scored` the rows that steps computed for them."""
 
     def __init__(
         self,
@@ -217,6 +241,8 @@ class Cluster:
         self.decode = DecodeScheduler(decode_memory, SlotPool(slots, "request"), MetadataSlots(metadata), self.link, limits, recorders[1])
         self.tokens: dict[str, dict[int, int]] = {}
         self.ends: dict[tuple[str, str], object] = {}
+        self.prompts: dict[str, list[PromptToken]] = {}
+        self.num_scored: Counter[str] = Counter()
         self.turn_is_prefill = True
         self.early_send = early_send
         self.num_forwards: Counter[str] = Counter()  # whole prompts computed on prefill
@@ -292,9 +318,15 @@ class Cluster:
             launched = True
             self._send()
         for _, done, tokens in self.p.due(not launched):
+            logprobs = self._scored(done)
             for part, token in zip(done, tokens, strict=True):
-                scheduler.settle(part, TokenOut(part.seq.answer.index_at(part.end), token) if part.is_last else None)
+                scheduler.settle(part, TokenOut(part.seq.answer.index_at(part.end), token) if part.is_last else None, logprobs)
         scheduler.finish_sends()
+
+    def _scored(self, parts) -> LogprobCursor:
+        for part in parts:
+            self.num_scored[part.seq.answer.request_id] += len(part.rows)
+        return LogprobCursor(FakeRows(parts))
 
     def _send(self):
         self._send_all(self.prefill.sends())
@@ -317,16 +349,19 @@ class Cluster:
             self.d.launch("decode", parts, engine.decode(parts))
             launched = True
         for kind, done, tokens in self.d.due(not launched):
+            logprobs = self._scored(done) if kind == "prefill" else NO_LOGPROBS
             for part, token in zip(done, tokens, strict=True):
                 if kind == "decode":
                     scheduler.settle_decode(part, TokenOut(part.index, token))
                 else:
-                    scheduler.settle_prefill(part, TokenOut(part.seq.answer.index_at(part.end), token) if part.is_last else None)
+                    scheduler.settle_prefill(part, TokenOut(part.seq.answer.index_at(part.end), token) if part.is_last else None, logprobs)
 
     def _collect(self):
         for side, scheduler in (("prefill", self.prefill), ("decode", self.decode)):
             for name, event in scheduler.take_outcomes():
                 if event.__class__.__name__ == "Tokens":
+                    self.prompts.setdefault(name, []).extend(event.prompt)
+                    assert not (event.prompt and self.tokens[name]), f"{name} tells of its prompt behind its first token"
                     for token in event.tokens:
                         assert self.tokens[name].setdefault(token.index, token.token) == token.token, f"{name} token {token.index}"
                 else:

@@ -229,7 +229,7 @@ def test_a_role_compiles_its_own_programs_only() -> None:
     small = CONFIG.model_copy(update={"num_pages": 12, "max_prefill_seqs": 1, **buckets})
     prefill = make_engine(small)
     prefill.warm_up(lambda done, total, name: names.append(name), PREFILL_WORKER)
-    assert set(names) == {"history[512]", "prefill[4]", "greedy[1]", "sample[1]", "sample_logprobs[1]", "gather[1]", ""}
+    assert set(names) == {"history[512]", "prefill[4]", "score[4]", "greedy[1]", "sample[1]", "sample_logprobs[1]", "gather[1]", ""}
     assert prefill.compilations_after_warm_up() == 0
     prefill.install([1], np.zeros((1, SHAPE.num_layers, CONFIG.page_size, 2, SHAPE.head_dim), np.float32))
     assert prefill.compilations_after_warm_up() == 1

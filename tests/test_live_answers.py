@@ -205,3 +205,38 @@ def test_log_probabilities_belong_to_their_own_token_whatever_the_neighbours_do(
 def test_a_stream_gives_the_tokens_of_the_whole_answer(pair: Client) -> None:
     for golden in (CAPITAL, GOLDENS[5]):
         assert list(pair.stream(golden.prompt_ids, 24)) == golden.output_ids
+
+
+def echoed(client: Client, prompt: list[int], **fields: Any) -> dict[str, list[Any]]:
+    """The log probabilities of an answer that echoes its prompt, as /v1/completions gives them."""
+    answer = client.complete(prompt, echo=True, logprobs=5, **fields)
+    assert answer.logprobs is not None
+    return answer.logprobs
+
+
+@pytest.mark.parametrize("length", [1, 2, PAGE, CHUNK + PAGE + 1])
+def test_both_systems_say_the_same_of_a_prompt(length: int, pair: Client, unified: Client) -> None:
+    """Chunks of 256 tokens in the pair and of 64 in the unified worker; the second time the prompt is cached, and computed all the same."""
+    prompt = next(golden for golden in GOLDENS if golden.name == "long").prompt_ids[-length:]
+    for _ in range(2):
+        ours, theirs = (echoed(client, prompt, max_tokens=0) for client in (pair, unified))
+        assert ours["tokens"] == theirs["tokens"] and len(ours["tokens"]) == length
+        assert ours["token_logprobs"][0] is None and ours["top_logprobs"][0] is None
+        assert ours["token_logprobs"][1:] == pytest.approx(theirs["token_logprobs"][1:], abs=LOGPROB_TOLERANCE)
+        for mine, other in zip(ours["top_logprobs"][1:], theirs["top_logprobs"][1:], strict=True):
+            assert sorted(mine.values()) == pytest.approx(sorted(other.values()), abs=LOGPROB_TOLERANCE)
+
+
+def check_scored_as_given(client: Client, golden: Golden) -> None:
+    answer = client.complete(golden.prompt_ids, max_tokens=8, logprobs=0)
+    assert answer.ids == golden.output_ids[:8] and answer.logprobs is not None
+    scored = echoed(client, golden.prompt_ids + golden.output_ids[:8], max_tokens=1)
+    tail = scored["token_logprobs"][len(golden.prompt_ids) : -1]
+    assert tail == pytest.approx(answer.logprobs["token_logprobs"], abs=LOGPROB_TOLERANCE), golden.name
+
+
+def test_an_answer_scored_as_a_prompt_has_the_log_probabilities_that_it_was_given_with(pair: Client, unified: Client) -> None:
+    """All at once, so that prompts which are scored share steps with others which are not."""
+    short = [golden for golden in GOLDENS if 4 <= len(golden.prompt_ids) <= 64 and len(golden.output_ids) > 8][:6]
+    clients = (pair, unified)
+    at_once([lambda client=client, golden=golden: check_scored_as_given(client, golden) for client in clients for golden in short])

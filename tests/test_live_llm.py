@@ -46,6 +46,9 @@ def test_one_process_answers_as_the_reference_does_and_gives_everything_back() -
     assert told["streamed"] == GOLDENS["story"].output_ids
     assert told["drawn"][0] == told["drawn"][1] and len({tuple(ids) for ids in told["drawn"][0]}) == 2
     assert told["refused"] == "prompts[0] has 3000 tokens, this server takes at most 1776"
+    assert told["scored"] == [len(GOLDENS["story"].prompt_ids), [], "length"]
+    assert told["prompt"][0] is None
+    assert told["prompt"][-4:] == pytest.approx(told["answer"], abs=2e-3)
     assert told["held_after_early_close"] == 0
     assert told["after_early_close"] == GOLDENS["story"].output_ids
     assert told["threads_left"] == []
@@ -74,6 +77,13 @@ def _answers() -> dict[str, Any]:
             llm.generate([[504] * 3000], greedy)
         except ValueError as error:
             told["refused"] = str(error)
+        story = GOLDENS["story"]
+        [scored] = llm.generate([story.prompt_ids], SamplingParams(max_tokens=0, prompt_logprobs=2))
+        told["scored"] = [len(scored.prompt_logprobs), scored.token_ids, scored.finish_reason]
+        [answer] = llm.generate([story.prompt_ids], SamplingParams(temperature=0, max_tokens=4, logprobs=0))
+        told["answer"] = [token.logprob for token in answer.tokens]
+        [scored] = llm.generate([story.prompt_ids + answer.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        told["prompt"] = [token.logprob for token in scored.prompt_logprobs]
         told["held_after_early_close"] = _close_early(llm)
         told["after_early_close"] = llm.generate(GOLDENS["story"].prompt_ids, greedy)[0].token_ids
     return told

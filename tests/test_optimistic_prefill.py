@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from pdjax.config.environment import should_fail_poll, should_force_retry
 from pdjax.config.load import load_config
-from pdjax.protocol import Finished, KVPoll
+from pdjax.protocol import Finished, KVPoll, Sampling
 from pdjax.scheduler.faults import FaultHooks
 from pdjax.scheduler.outbound import Held
 from pdjax.simulation.arithmetic import START, extend
 from pdjax.simulation.engine import PageContent
 from pdjax.worker.optimism import optimistic_retries
+from pdjax.worker.prefill import start_history
 from tests.scheduler_harness import Cluster, expected_answer, next_token
 from tests.test_schedulers import prompt_of
 
@@ -88,6 +90,26 @@ def test_a_retry_computes_no_more_than_the_last_page_and_counts_no_token_twice()
     assert cluster.prefill_engine.num_computed_tokens == 46 + 2
     assert (cluster.prefill.counts.prompt_tokens, cluster.prefill.counts.cached_tokens) == (46, 0)
     assert cluster.ends["a", "prefill"].cached_tokens == 0
+
+
+def test_every_forward_of_a_prompt_tells_the_sampler_its_history_once(monkeypatch):
+    """A retry may get another slot, so the history is told again though its prefix is cached now."""
+    told = []
+    engine = SimpleNamespace(set_history=lambda slot, prompt, output: told.append((slot, len(prompt), output)))
+    cluster = Cluster(retries=1, drop_on_miss=True)
+    forward = cluster.prefill_engine.prefill
+
+    def prefill(parts):
+        for part in parts:
+            start_history(engine, part)
+        return forward(parts)
+
+    monkeypatch.setattr(cluster.prefill_engine, "prefill", prefill)
+    sampling = Sampling(max_tokens=3, presence_penalty=0.5)
+    cluster.submit(cluster.request("a", prompt_of(46), sampling=sampling), decode_delay=30)
+    cluster.run()
+    assert cluster.num_forwards["a"] == 2
+    assert told == [(0, 46, []), (0, 46, [])]
 
 
 def test_a_prefix_evicted_between_two_tries_is_computed_again():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdjax.protocol import Event, Failed, Finished, TokenOut, Tokens
+from pdjax.protocol import Event, Failed, Finished, PromptToken, TokenOut, Tokens
 from pdjax.router.merge import Broken, Ended, Merge, Side
 
 P, D = Side.PREFILL, Side.DECODE
@@ -102,6 +102,43 @@ def test_tokens_beyond_the_budget_break_the_attempt() -> None:
     merge = Merge(0, max_tokens=2, has_prefill=False)
     assert play(merge, [(D, Tokens([TokenOut(i, 100 + i) for i in range(3)]))]) == [0, 1]
     assert isinstance(merge.outcome, Broken) and "max_tokens is 2" in merge.outcome.failed.message
+
+
+def prompt(*positions: int) -> Tokens:
+    return Tokens([], [PromptToken(position, 200 + position, -1.0) for position in positions])
+
+
+def scored(merge: Merge) -> list[int]:
+    return [token.position for token in merge.take_prompt()]
+
+
+def test_the_prompt_comes_once_in_order_before_the_first_token() -> None:
+    merge = Merge(0, max_tokens=2, has_prefill=True, prompt=range(1, 6))
+    assert play(merge, [(D, token(1)), (P, prompt(1, 2))]) == []
+    assert scored(merge) == [1, 2]
+    assert play(merge, [(P, prompt(2, 3)), (P, prompt(4, 5))]) == []
+    assert scored(merge) == [3, 4, 5] and scored(merge) == []
+    assert play(merge, [(P, token(0)), (P, HANDED_OFF), (D, LENGTH)]) == [0, 1]
+    assert merge.outcome == Ended(LENGTH)
+
+
+def test_a_later_attempt_leaves_out_what_an_earlier_one_told_of_the_prompt() -> None:
+    merge = Merge(0, max_tokens=1, has_prefill=False, prompt=range(3, 6))
+    assert play(merge, [(D, prompt(1, 2, 3)), (D, prompt(4, 5)), (D, token(0))]) == [0]
+    assert scored(merge) == [3, 4, 5]
+
+
+def test_a_prompt_that_nobody_waits_for_is_dropped() -> None:
+    merge = Merge(0, max_tokens=1, has_prefill=False)
+    assert play(merge, [(D, prompt(1, 2)), (D, token(0)), (D, LENGTH)]) == [0]
+    assert scored(merge) == [] and merge.outcome == Ended(LENGTH)
+
+
+@pytest.mark.parametrize("events", [[prompt(1), prompt(3)], [prompt(2)], [prompt(1, 2), token(0)], [token(0)]])
+def test_a_gap_in_the_prompt_breaks_the_attempt(events: list[Event]) -> None:
+    merge = Merge(0, max_tokens=2, has_prefill=True, prompt=range(1, 4))
+    assert play(merge, [(P, event) for event in events]) == []
+    assert isinstance(merge.outcome, Broken) and merge.outcome.side is P and "due" in merge.outcome.failed.message
 
 
 @st.composite

@@ -6,7 +6,7 @@ import abc
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from pdjax.protocol import Finished, Sampling, TokenOut
+from pdjax.protocol import Finished, PromptToken, Sampling, TokenOut
 
 
 class ModelCard(NamedTuple):
@@ -19,6 +19,15 @@ class ModelCard(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
 
+class ScoredPrompt(NamedTuple):
+    """The next part of the prompt's log probabilities, from its second token on, in order."""
+
+    tokens: list[PromptToken]
+
+
+Part = ScoredPrompt | TokenOut | Finished
+
+
 class Backend(abc.ABC):
     @abc.abstractmethod
     def model_card(self) -> ModelCard:
@@ -29,10 +38,9 @@ class Backend(abc.ABC):
         """Whether the next request will be taken and served."""
 
     @abc.abstractmethod
-    def generate(
-        self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float
-    ) -> AsyncIterator[TokenOut | Finished]:
-        """Generate one sequence: each output token once, in order, then one `Finished`.
+    def generate(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float) -> AsyncIterator[Part]:
+        """Generate one sequence: each output token once, in order, then one `Finished`. Where `sampling` asks for prompt log
+        probabilities all of them come first.
 
         An async generator; closing it early (`aclose`) stops the work everywhere. Raises OverCapacity or NoWorker before the first
         token; WorkerFailed or DeadlineExceeded at any time, after which the tokens given so far are right but incomplete.

@@ -7,22 +7,28 @@ from collections.abc import Sequence
 from pdjax.api.generation import Delta
 from pdjax.api.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from pdjax.api.tokenizer import Tokenizer
-from pdjax.protocol import TokenOut
+from pdjax.protocol import PromptToken, TokenOut
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
 
 class LogprobWriter:
-    """`num_top`: how many alternatives the client wants for each token. Every output token has an entry, the one that stops too."""
+    """`num_top`: how many alternatives the client wants for each token. Every output token has an entry, the one that stops too, and in
+    front of them every prompt token whose log probability was asked for."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int):
         self._tokenizer = tokenizer
         self._num_top = num_top
 
-    def completion(self, deltas: Sequence[Delta]) -> CompletionLogprobs | None:
-        """For the tokens of `deltas`; None where they have none."""
-        entries = [(delta.token, delta.text_offset) for delta in deltas if delta.token is not None]
+    def completion(self, deltas: Sequence[Delta], echo_chars: int) -> CompletionLogprobs | None:
+        """For the tokens of `deltas`; None where they have none. `echo_chars`: length of the prompt in front of the answer's own text."""
+        entries: list[tuple[PromptToken | TokenOut, int]] = []
+        for delta in deltas:
+            if delta.prompt is not None:
+                entries += zip(delta.prompt.tokens, delta.prompt.text_offsets, strict=True)
+            if delta.token is not None:
+                entries.append((delta.token, echo_chars + delta.text_offset))
         if not entries:
             return None
         return CompletionLogprobs(
@@ -37,11 +43,12 @@ class LogprobWriter:
         content = [self._chat_entry(delta.token) for delta in deltas if delta.token is not None]
         return ChatLogprobs(content=content) if content else None
 
-    def _alternatives(self, token: TokenOut) -> dict[str, float]:
-        """The best tokens and, as OpenAI does it, the chosen one where it is not among them."""
+    def _alternatives(self, token: PromptToken | TokenOut) -> dict[str, float] | None:
+        """The best tokens and, as OpenAI does it, the chosen one where it is not among them. None for a token that follows nothing."""
+        if token.logprob is None:
+            return None
         best = {self._name(other): max(logprob, LOWEST_LOGPROB) for other, logprob in self._best(token)}
-        if token.logprob is not None:
-            best.setdefault(self._name(token.token), max(token.logprob, LOWEST_LOGPROB))
+        best.setdefault(self._name(token.token), max(token.logprob, LOWEST_LOGPROB))
         return best
 
     def _chat_entry(self, token: TokenOut) -> TokenLogprob:
@@ -52,7 +59,7 @@ class LogprobWriter:
         raw = list(self._tokenizer.token_bytes(token.token))
         return TokenLogprob(token=self._name(token.token), logprob=_finite(token.logprob), bytes=raw, top_logprobs=top)
 
-    def _best(self, token: TokenOut) -> list[tuple[int, float]]:
+    def _best(self, token: PromptToken | TokenOut) -> list[tuple[int, float]]:
         return (token.top_logprobs or [])[: self._num_top]
 
     def _name(self, token: int) -> str:

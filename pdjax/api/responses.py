@@ -26,12 +26,13 @@ class Usage(Reply, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
-    """Parallel lists, one entry an output token. `text_offset` counts characters from the start of the answer."""
+    """Parallel lists, one entry an output token, and one a prompt token where the answer echoes the prompt. `text_offset` counts characters
+    from the start of the answer, echo included. The first token of a prompt has no log probability and no alternatives."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 class TopLogprob(Reply, frozen=True, kw_only=True):

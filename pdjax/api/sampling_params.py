@@ -44,12 +44,13 @@ class SamplingParams:
     """Parameters of one request, with OpenAI's names, meanings and defaults where it has them, vLLM's elsewhere.
 
     `max_tokens` None: the server's default, clipped to what fits the context. `min_tokens` keeps stop tokens away, not stop strings.
-    `top_k` 0 or -1: no limit. `logprobs` None: none wanted; 0: each output token's; k: also the k best. `stop` strings end the answer
-    and are not part of it. Raises pydantic's ValidationError (a ValueError) naming field, limit and value.
+    `top_k` 0 or -1: no limit. `logprobs` None: none wanted; 0: each output token's; k: also the k best. `prompt_logprobs`: the same of
+    the prompt's tokens, but for the first; with them `max_tokens` may be 0. `stop` strings end the answer and are not part of it.
+    Raises pydantic's ValidationError (a ValueError) naming field, limit and value.
     """
 
     n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     temperature: float = Field(1.0, ge=0, le=2)
@@ -66,9 +67,12 @@ class SamplingParams:
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_as_strings), Field(max_length=MAX_STOP_STRINGS)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple), Field(max_length=MAX_STOP_TOKEN_IDS)] = ()
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
     def _min_fits_max(self) -> SamplingParams:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 asks for nothing without prompt_logprobs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         return self
@@ -84,7 +88,7 @@ class SamplingParams:
             raise BadRequest(f"min_tokens {self.min_tokens} exceeds max_tokens, here {max_tokens}", "min_tokens")
         seed = secrets.randbits(SEED_BITS) if self.seed is None else (self.seed + choice) % (1 << SEED_BITS)
         return Sampling(
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -97,6 +101,7 @@ class SamplingParams:
             seed=seed,
             stop_token_ids=self._all_stop_token_ids(card),
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _check_token_ids(self, card: ModelCard) -> None:

@@ -17,7 +17,8 @@ from pdjax.api.sampling_params import SamplingParams
 from pdjax.errors import BadRequest
 from pdjax.protocol import MAX_TOP_LOGPROBS
 
-SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"prompt_logprobs"}
+"""OpenAI asks for log probabilities of the prompt with `echo`."""
 WITHOUT_EFFECT = frozenset(
     ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls")
 )
@@ -120,10 +121,16 @@ def parse_completion(body: Any) -> CompletionRequest:
     if best_of is not None and (type(best_of) is not int or best_of != n):
         message = f"best_of {_shown(best_of)} is only supported where it equals n, here {_shown(n)}"
         raise InvalidField(message, "best_of", "unsupported_value")
-    request = _with_sampling(CompletionRequest, fields)
-    if request.echo and request.sampling.logprobs is not None:
-        raise InvalidField("echo together with logprobs is not supported", "echo", "unsupported_value")
-    return request
+    return _with_sampling(CompletionRequest, fields, _prompt_logprobs(fields))
+
+
+def _prompt_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
+    """`echo` asks for the prompt's log probabilities together with `logprobs`. With `max_tokens` 0 there is nothing else to compute."""
+    if fields.get("echo") is not True:
+        return {}
+    if (wanted := fields.get("logprobs")) is None and fields.get("max_tokens") != 0:
+        return {}
+    return {"prompt_logprobs": wanted or 0}
 
 
 def parse_chat(body: Any) -> ChatRequest:
@@ -191,8 +198,10 @@ Request = TypeVar("Request", bound=Schema)
 Generation = TypeVar("Generation", bound=GenerationRequest)
 
 
-def _with_sampling(kind: type[Generation], fields: dict[str, Any]) -> Generation:
-    sampling = {name: fields.pop(name) for name in SAMPLING_FIELDS & fields.keys()}
+def _with_sampling(kind: type[Generation], fields: dict[str, Any], more_sampling: dict[str, Any] | None = None) -> Generation:
+    sampling = {name: fields.pop(name) for name in SAMPLING_FIELDS & fields.keys()} | (more_sampling or {})
+    if sampling.get("max_tokens") == 0 and "prompt_logprobs" not in sampling:
+        raise InvalidField("max_tokens must be at least 1 (0 only where /v1/completions echoes), got 0", "max_tokens", "invalid_value")
     try:
         params = SamplingParams(**sampling)
     except ValidationError as error:

@@ -66,6 +66,7 @@ class CompletionWriter(AnswerWriter):
     def __init__(self, head: AnswerHead, echoes: Sequence[str], logprobs: LogprobWriter | None):
         self._head = head
         self._echoes = list(echoes)
+        self._echo_chars = [len(echo) for echo in echoes]
         self._logprobs = logprobs
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -88,7 +89,7 @@ class CompletionWriter(AnswerWriter):
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=self._logprobs and self._logprobs.completion(deltas),
+            logprobs=self._logprobs and self._logprobs.completion(deltas, self._echo_chars[index]),
             finish_reason=finish and finish.reason,
             stop_reason=finish and finish.stop_reason,
         )

@@ -192,6 +192,9 @@ class PrefillLoad(Load):
         """The scheduler's source of senders."""
         return self._rooms.create(room)
 
+    def take_changed(self) -> list[int]:
+        return self._rooms.take_changed()
+
     @property
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting

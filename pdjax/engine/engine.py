@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pdjax.config.schema import EngineConfig
-from pdjax.engine.batch import DecodeSeq, PrefillSeq, StepOutput
+from pdjax.engine.batch import DecodeSeq, PrefillSeq, PromptRows, StepOutput
 from pdjax.engine.compilation import ALL_PROGRAMS, CompileCounter, ProgramKey, Programs, ProgramTable, Report
 from pdjax.engine.library import Library
 from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
-from pdjax.engine.steps import pack_decode, pack_prefill
+from pdjax.engine.steps import pack_decode, pack_prefill, pack_scores
 from pdjax.engine.weights import Placement
 from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
@@ -31,16 +31,19 @@ from pdjax.protocol import MAX_TOP_LOGPROBS
 
 @dataclass(frozen=True)
 class StepHandle:
-    """A step in flight. `rows[i]` is the sequence of the step that row i of the sampler's result belongs to."""
+    """A step in flight. `rows[i]` is the sequence of the step that row i of the sampler's result belongs to. `scored`: blocks of prompt
+    log probabilities, of whose rows the first `num_scored` count."""
 
     num_seqs: int
     rows: list[int]
     sampled: Sampled | None
     done: jax.Array
+    scored: Sequence[tuple[jax.Array, ...]] = ()
+    num_scored: int = 0
 
     def is_ready(self) -> bool:
         """Whether `Engine.read` would not wait. Never blocks."""
-        return self.done.is_ready()
+        return self.done.is_ready() and all(block[0].is_ready() for block in self.scored)
 
 
 class Engine:
@@ -84,7 +87,7 @@ class Engine:
         return self._programs.compiled()
 
     def launch_prefill(self, seqs: Sequence[PrefillSeq]) -> StepHandle:
-        """Compute the KV of one chunk of each sequence and sample where `output_index` says so."""
+        """Compute the KV of one chunk of each sequence, sample where `output_index` says so and score what `scored` says."""
         num_tokens = sum(len(seq.tokens) for seq in seqs)
         assert 0 < len(seqs) <= self.config.max_prefill_seqs, f"{len(seqs)} sequences in a step of 1..{self.config.max_prefill_seqs}"
         for seq in seqs:
@@ -96,12 +99,13 @@ class Engine:
         with self._counter.attributed():
             weights, state = self._library.weights, self._state
             program = self._programs[ProgramKey("prefill", size)]
-            pool, hidden, first_hidden = program(weights.ends, weights.stacked, state.pool, packed)
+            pool, hidden, first_hidden, all_rows = program(weights.ends, weights.stacked, state.pool, packed)
             self._state = replace(state, pool=pool)
-            if not sampled:
-                return StepHandle(len(seqs), [], None, hidden)
-            rows = [SamplerRow(seqs[i].slot, seqs[i].sampling, seqs[i].output_index or 0) for i in sampled]
-            return self._sample(len(seqs), sampled, first_hidden if len(rows) == 1 else hidden, rows)
+            handle = StepHandle(len(seqs), [], None, hidden)
+            if sampled:
+                rows = [SamplerRow(seqs[i].slot, seqs[i].sampling, seqs[i].output_index or 0) for i in sampled]
+                handle = self._sample(len(seqs), sampled, first_hidden if len(rows) == 1 else hidden, rows)
+            return self._with_scores(handle, seqs, all_rows)
 
     def launch_decode(self, seqs: Sequence[DecodeSeq]) -> StepHandle:
         """Compute one token's KV of each sequence and sample the next token of each."""
@@ -120,20 +124,20 @@ class Engine:
 
     def read(self, handle: StepHandle) -> StepOutput:
         """Wait for a step and bring its results to the host. Raises what JAX raises where the step failed."""
-        tokens = np.zeros(handle.num_seqs, np.int32)
+        tokens, prompt = np.zeros(handle.num_seqs, np.int32), _prompt_rows(handle)
         if handle.sampled is None:
             handle.done.block_until_ready()
-            return StepOutput(tokens, None, None, None)
+            return StepOutput(tokens, None, None, None, prompt)
         sampled = handle.sampled
         tokens[handle.rows] = np.asarray(sampled.tokens)[: len(handle.rows)]
         if sampled.logprobs is None:
-            return StepOutput(tokens, None, None, None)
+            return StepOutput(tokens, None, None, None, prompt)
         logprobs = np.zeros(handle.num_seqs, np.float32)
         top_ids = np.zeros((handle.num_seqs, MAX_TOP_LOGPROBS), np.int32)
         top_logprobs = np.zeros((handle.num_seqs, MAX_TOP_LOGPROBS), np.float32)
         for target, source in ((logprobs, sampled.logprobs), (top_ids, sampled.top_ids), (top_logprobs, sampled.top_logprobs)):
             target[handle.rows] = np.asarray(source)[: len(handle.rows)]
-        return StepOutput(tokens, logprobs, top_ids, top_logprobs)
+        return StepOutput(tokens, logprobs, top_ids, top_logprobs, prompt)
 
     def set_history(self, slot: int, prompt: list[int], output: list[int]) -> None:
         """Tell the sampler what a request with penalties holds so far; forgets what the slot held before."""
@@ -196,6 +200,18 @@ class Engine:
         self._state = replace(state, last_token=last_token, history=history)
         return _in_flight(num_seqs, indices, sampled)
 
+    def _with_scores(self, handle: StepHandle, seqs: Sequence[PrefillSeq], rows: jax.Array) -> StepHandle:
+        """Launch the scoring of what `seqs` ask for, a block of `rows` [T, E] at a time."""
+        num_scored = sum(len(seq.targets) for seq in seqs)
+        if not num_scored:
+            return handle
+        program, ends = self._programs[ProgramKey("score", rows.shape[0])], self._library.weights.ends
+        scored = [program(ends, rows, packed) for packed in pack_scores(seqs)]
+        for block in scored:
+            for array in block:
+                array.copy_to_host_async()
+        return replace(handle, scored=scored, num_scored=num_scored)
+
     def _check(self, slot: int, num_tokens: int, pages: list[int]) -> None:
         assert 0 <= slot < self.config.max_running, f"slot {slot} outside 0..{self.config.max_running - 1}"
         assert num_tokens <= len(pages) * self.config.page_size, f"{num_tokens} tokens do not fit into {len(pages)} pages"
@@ -205,6 +221,13 @@ class Engine:
 def _bucket(buckets: tuple[int, ...], number: int) -> int:
     assert 0 < number <= buckets[-1], f"{number} is outside the buckets {buckets}"
     return buckets[bisect.bisect_left(buckets, number)]
+
+
+def _prompt_rows(handle: StepHandle) -> PromptRows | None:
+    if not handle.scored:
+        return None
+    arrays = [np.concatenate([np.asarray(block) for block in blocks]) for blocks in zip(*handle.scored, strict=True)]
+    return PromptRows(*(array[: handle.num_scored] for array in arrays))
 
 
 def _in_flight(num_seqs: int, indices: list[int], sampled: Sampled) -> StepHandle:

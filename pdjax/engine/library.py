@@ -16,7 +16,7 @@ from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
-from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, make_prefill, prefill_layout
+from pdjax.engine.steps import SCORE_LAYOUT, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
 from pdjax.engine.weights import LayerParams, Placement, as_sharding, place_weights
 from pdjax.kernels.base import Attention
 from pdjax.kernels.dispatch import choose_attention
@@ -85,7 +85,7 @@ class Library:
         keys: dict[ProgramKey, None] = {ProgramKey("history", HISTORY_CHUNK_TOKENS): None}
         for group, names, sizes in (
             (Programs.DECODE, ("decode", "greedy", "sample", "sample_logprobs"), self._config.decode_buckets),
-            (Programs.PREFILL, ("prefill",), self._config.prefill_buckets),
+            (Programs.PREFILL, ("prefill", "score"), self._config.prefill_buckets),
             (Programs.PREFILL, ("greedy", "sample", "sample_logprobs"), self._sampler_sizes[Programs.PREFILL]),
             (Programs.GATHER, ("gather",), self._config.transfer_buckets),
             (Programs.INSTALL, ("install",), self._config.transfer_buckets),
@@ -98,6 +98,7 @@ class Library:
         """How to trace each program of every group."""
         makers: dict[str, Callable[[int], jax.stages.Lowered]] = {
             "prefill": self._lower_prefill,
+            "score": self._lower_score,
             "decode": self._lower_decode,
             "greedy": self._lower_greedy,
             "sample": self._lower_sample,
@@ -111,6 +112,9 @@ class Library:
     def _lower_prefill(self, size: int) -> jax.stages.Lowered:
         step = jax.jit(make_prefill(self._model, self._attention, self.dims, size), donate_argnums=2)
         return step.lower(self.weights.ends, self.weights.stacked, self._state.pool, self.prefill_layouts[size].abstract())
+
+    def _lower_score(self, size: int) -> jax.stages.Lowered:
+        return jax.jit(make_score(self._model)).lower(self.weights.ends, self._hidden(size), SCORE_LAYOUT.abstract())
 
     def _lower_decode(self, size: int) -> jax.stages.Lowered:
         run_layers = self._model.unrolled if size <= self._unrolled_max else self._model.scanned

@@ -1,6 +1,7 @@
-"""The two programs that run the model: a prefill step over ragged chunks and a decode step of one token a sequence.
+"""The programs that run the model: a prefill step over ragged chunks and a decode step of one token a sequence.
 
-Both return hidden states, not logits: what is sampled from them, and how, is the sampler's.
+Both return hidden states, not logits: what is sampled from them, and how, is the sampler's. A prefill step also returns the last layer's
+output at every row; a program beside it, `make_score`, turns rows into log probabilities of the prompt where somebody asks for them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import numpy as np
 
 from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.packing import Field, PackedLayout
+from pdjax.engine.sampling import log_probabilities
 from pdjax.engine.weights import LayerParams
 from pdjax.kernels.base import Attention, DecodeBatch, PrefillBatch
 from pdjax.models.llama import Llama, Params, Step, rotary_tables
+
+SCORE_BLOCK_ROWS = 64
+"""Rows of a prompt that are scored at a time. Their logits exist together: 13 MB with a vocabulary of 49,152."""
+
+SCORE_LAYOUT = PackedLayout({"rows": Field((SCORE_BLOCK_ROWS,)), "targets": Field((SCORE_BLOCK_ROWS,))})
 
 RunLayers = Callable[[LayerParams, jax.Array, jax.Array, Step], tuple[jax.Array, jax.Array]]
 """(layers, x [T, E], pool, step) -> (x, pool): `Llama.scanned` with stacked weights or `Llama.unrolled` with each layer's."""
@@ -85,9 +92,10 @@ def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: Sequence[Decod
 
 
 def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden, first hidden).
+    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden, first hidden, rows).
 
-    Hidden states are those of the sampled rows, [max_prefill_seqs, E], and of the first of them alone, [1, E].
+    Hidden states are those of the sampled rows, [max_prefill_seqs, E], and of the first of them alone, [1, E]. `rows`: output of the last
+    layer, [num_rows, E], not yet normed.
     """
     layout = prefill_layout(dims, num_rows)
 
@@ -101,9 +109,41 @@ def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_r
         ends = model.ends(ends_params)
         x, pool = model.scanned(layers, ends.embedded(host["tokens"]), pool, step)
         hidden = ends.normed(x[host["sampled_rows"]])
-        return pool, hidden, hidden[:1]
+        return pool, hidden, hidden[:1], x
 
     return prefill
+
+
+def pack_scores(seqs: Sequence[PrefillSeq]) -> list[np.ndarray]:
+    """What a step's sequences want scored, in blocks; rows behind the last are padding."""
+    rows: list[int] = []
+    targets: list[int] = []
+    first = 0
+    for seq in seqs:
+        rows.extend(first + row for row in seq.scored)
+        targets.extend(seq.targets)
+        first += len(seq.tokens)
+    assert len(rows) == len(targets), f"{len(rows)} rows are scored against {len(targets)} tokens"
+    blocks = []
+    for start in range(0, len(rows), SCORE_BLOCK_ROWS):
+        flat, views = SCORE_LAYOUT.new()
+        for name, values in (("rows", rows), ("targets", targets)):
+            block = values[start : start + SCORE_BLOCK_ROWS]
+            views[name][: len(block)] = block
+        blocks.append(flat)
+    return blocks
+
+
+def make_score(model: Llama) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """Build the program that scores one block of a prefill step's rows: (ends, rows [T, E], packed) -> `log_probabilities` of the
+    targets, [SCORE_BLOCK_ROWS, ...]."""
+
+    def score(ends_params: Params, rows: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        host = SCORE_LAYOUT.read(packed)
+        ends = model.ends(ends_params)
+        return log_probabilities(ends.logits(ends.normed(rows[host["rows"]])), host["targets"])
+
+    return score
 
 
 def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from pdjax.protocol import Event, Failed, Finished, TokenOut, Tokens
+from pdjax.protocol import Event, Failed, Finished, PromptToken, TokenOut, Tokens
 
 
 class Side(enum.Enum):
@@ -31,10 +31,11 @@ class Merge:
 
     `num_prior` output tokens were given by earlier attempts. With prefill, decode's own tokens start at `num_prior + 1`; they may
     arrive before prefill's token and wait for it here (at most `max_tokens` of them). After `outcome` is set nothing is taken any more.
-    `last_words`: the event with which each side ended, by the side's name.
+    `prompt`: positions of the prompt whose log probabilities are due, before the first token. `last_words`: the event with which each
+    side ended, by the side's name.
     """
 
-    def __init__(self, num_prior: int, max_tokens: int, has_prefill: bool):
+    def __init__(self, num_prior: int, max_tokens: int, has_prefill: bool, prompt: range = range(0)):
         self.outcome: Ended | Broken | None = None
         self.last_words: dict[str, Finished | Failed] = {}
         self._first = num_prior
@@ -43,6 +44,8 @@ class Merge:
         self._starts = {Side.PREFILL: num_prior, Side.DECODE: num_prior + has_prefill}
         self._expected = dict(self._starts)
         self._early: dict[int, TokenOut] = {}
+        self._prompt = prompt
+        self._scored: list[PromptToken] = []
         self._is_prefill_open = has_prefill
         self._prefill_finished: Finished | None = None
         self._decode_end: Finished | Failed | None = None
@@ -71,6 +74,7 @@ class Merge:
             self.last_words[side.value] = event
         match event:
             case Tokens():
+                self._take_prompt_tokens(side, event.prompt)
                 ready = self._take_tokens(side, event.tokens)
             case Finished():
                 ready = []
@@ -82,6 +86,11 @@ class Merge:
             self.conclude()
         return ready
 
+    def take_prompt(self) -> list[PromptToken]:
+        """What has come of the prompt since the last call: each position once, in order."""
+        scored, self._scored = self._scored, []
+        return scored
+
     def conclude(self) -> None:
         """End without prefill's last word. Requires `is_settling`."""
         assert self.is_settling, (self._next, self._expected, self._decode_end, self.outcome)
@@ -89,6 +98,15 @@ class Merge:
             self.outcome = Broken(Side.DECODE, self._decode_end)
         elif self._decode_end is not None:
             self.outcome = Ended(self._decode_end)
+
+    def _take_prompt_tokens(self, side: Side, scored: list[PromptToken]) -> None:
+        """An attempt tells its prompt from the start; what an earlier one told already is left out."""
+        for token in scored:
+            if token.position in self._prompt:
+                if token.position > self._prompt.start:
+                    return self._break(side, f"prompt token {token.position} came where {self._prompt.start} was due")
+                self._prompt = self._prompt[1:]
+                self._scored.append(token)
 
     def _take_tokens(self, side: Side, tokens: list[TokenOut]) -> list[TokenOut]:
         for token in tokens:
@@ -102,7 +120,10 @@ class Merge:
                 self._expected[side] += 1
             if token.index >= self._next:
                 self._early.setdefault(token.index, token)
-        ready = []
+        ready: list[TokenOut] = []
+        if self._prompt and self._next in self._early:
+            self._break(side, f"token {self._next} came while prompt token {self._prompt.start} was due")
+            return ready
         while self._next in self._early:
             ready.append(self._early.pop(self._next))
             self._next += 1

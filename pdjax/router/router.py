@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
-from pdjax.api.backend import Backend, ModelCard
+from pdjax.api.backend import Backend, ModelCard, Part, ScoredPrompt
 from pdjax.config.schema import RouterConfig
 from pdjax.errors import BadRequest, DeadlineExceeded, NoWorker, OverCapacity, WorkerFailed
 from pdjax.observe.router_metrics import RouterStats
@@ -120,9 +120,7 @@ class Router(Backend):
         if self._is_closing:
             raise NoWorker("the server is shutting down")
 
-    async def generate(
-        self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float
-    ) -> AsyncGenerator[TokenOut | Finished, None]:
+    async def generate(self, request_id: str, prompt: list[int], sampling: Sampling, deadline_s: float) -> AsyncGenerator[Part, None]:
         """See `Backend.generate`. BadRequest is raised too, where a worker finds the request impossible."""
         self._admit()
         finished: Finished | None = None
@@ -156,7 +154,7 @@ class Router(Backend):
         self._in_flight += 1
         self._stats.request_began(self._in_flight)
 
-    async def _answer(self, sequence: Sequence) -> AsyncGenerator[TokenOut | Finished, None]:
+    async def _answer(self, sequence: Sequence) -> AsyncGenerator[Part, None]:
         """Attempt after attempt until the answer is whole. A loop turn is one attempt."""
         until_s = self._roster.fleet.clock() + sequence.deadline_s - time.time()
         while (whole := sequence.complete()) is None:
@@ -164,11 +162,15 @@ class Router(Backend):
             if sequence.last_kind is not None:
                 self._stats.retried(sequence.last_kind)
             requests = sequence.requests(pair, self._rng.getrandbits(ROOM_BITS))
-            merge = Merge(len(sequence.tokens), sequence.sampling.max_tokens, has_prefill=pair.prefill is not None)
+            merge = Merge(len(sequence.tokens), sequence.sampling.max_tokens, pair.prefill is not None, sequence.prompt_due)
             sequence.record.dispatched(requests.decode.room, _addresses(pair), merge.last_words)
             async with Attempt(self._roster, pair, requests) as attempt:
                 while merge.outcome is None:
-                    for token in await self._advance(attempt, merge, until_s):
+                    tokens = await self._advance(attempt, merge, until_s)
+                    if scored := merge.take_prompt():
+                        sequence.gave_prompt(scored)
+                        yield ScoredPrompt(scored)
+                    for token in tokens:
                         sequence.gave(token.token)
                         yield token
             sequence.note_cached_tokens(merge.cached_tokens)
@@ -222,7 +224,7 @@ class Router(Backend):
         pair = attempt.pair
         if isinstance(event, Failed) and event.kind == "internal":
             self._roster.fleet.suspect(pair.worker(side))
-        elif isinstance(event, Tokens) and side is Side.PREFILL and pair.prefill is not None:
+        elif isinstance(event, Tokens) and event.tokens and side is Side.PREFILL and pair.prefill is not None:
             self._policy.computed(pair.prefill, attempt.requests.decode.prompt)
 
     async def _prepare_retry(self, sequence: Sequence, pair: Pair, outcome: Broken | None, until_s: float) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from pdjax.errors import BadRequest, DeadlineExceeded, WorkerFailed
 from pdjax.observe.timelines import SequenceRecord
-from pdjax.protocol import Failed, Finished, Sampling, SequenceRequest
+from pdjax.protocol import Failed, Finished, PromptToken, Sampling, SequenceRequest
 from pdjax.router.merge import Broken
 from pdjax.router.policy import Pair, Tried
 from pdjax.scheduler.sequence import answer_end
@@ -22,7 +24,8 @@ class PairRequests(NamedTuple):
 class Sequence:
     """Owned by one `Router.generate`.
 
-    `tokens`: output tokens given to the client so far. `num_failed`: attempts that failed; `num_full`: those that found no room.
+    `tokens`: output tokens given to the client so far. `prompt_due`: positions of the prompt whose log probabilities the client waits
+    for. `num_failed`: attempts that failed; `num_full`: those that found no room.
     `last_kind`: the kind of the last failure, None before the first. `record`: its timeline; its id is the sequence's.
     """
 
@@ -34,6 +37,7 @@ class Sequence:
         self.deadline_s = deadline_s
         self.max_attempts = max_attempts
         self.tokens: list[int] = []
+        self.prompt_due = range(0) if sampling.prompt_logprobs is None else range(1, len(prompt))
         self.tried = Tried()
         self.num_failed = 0
         self.num_full = 0
@@ -52,6 +56,10 @@ class Sequence:
         if len(self.tokens) <= 2:
             self.record.gave_token()
 
+    def gave_prompt(self, scored: list[PromptToken]) -> None:
+        """The client is given the log probabilities that come next now."""
+        self.prompt_due = self.prompt_due[len(scored) :]
+
     def current_prompt(self) -> list[int]:
         """The client's prompt and every output token given so far: what the next attempt starts from."""
         return self.prompt + self.tokens
@@ -59,14 +67,16 @@ class Sequence:
     def requests(self, pair: Pair, room: int) -> PairRequests:
         """The next attempt, in `room`. The room tells it from an earlier one that may still be on its way out of a worker."""
         self.tried.fingerprint = pair.decode.info.layout.model_fingerprint
+        without_prompt = msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
         def request(prefill: bool) -> SequenceRequest:
+            computes_prompt = not (prefill and pair.prefill is not None)
             return SequenceRequest(
                 request_id=self.request_id,
                 room=room,
                 prompt=self.current_prompt(),
                 num_prior=len(self.tokens),
-                sampling=self.sampling,
+                sampling=self.sampling if self.prompt_due and computes_prompt else without_prompt,
                 deadline_s=self.deadline_s,
                 prefill=pair.prefill.info.peer if prefill and pair.prefill is not None else None,
             )

@@ -2,17 +2,27 @@
 
 A request here holds a sender and no pages. It takes a metadata slot when it leaves: because its bootstrap has ended, or because it
 goes ahead of it (optimistic prefill, after sgl-project/sglang PR 26780).
+
+What a pass over the queue costs depends on what has happened since the last one, not on how many wait: the transport tells which rooms
+have changed. What it cannot tell, a deadline of its own that has passed, is found by looking at a few requests each time, in turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
-from pdjax.protocol import KVPoll, SequenceRequest
+from pdjax.protocol import KVPoll, PromptToken, SequenceRequest
 from pdjax.scheduler.faults import NO_FAULTS, FaultHooks
 from pdjax.scheduler.metadata import MetadataSlots
+from pdjax.scheduler.rotation import Rotation
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
+
+
+LOOKS_A_PASS = 32
+"""Waiting requests that are looked at although nothing is known to have happened to them."""
 
 
 class Sender(Protocol):
@@ -32,6 +42,7 @@ class Source(Protocol):
     """Where senders come from; `pdjax.transfer.base.KVSource`."""
 
     def create_sender(self, room: int) -> Sender: ...
+    def take_changed(self) -> list[int]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +52,8 @@ class Ticket:
     `next_page`: the first page that has not been handed to the sender; None until bootstrap has ended. It survives retries: what has
     been sent is right and is not sent again. `num_retries`: forwards that were lost. `num_cached`: prompt tokens that the first try
     found cached; later tries find what earlier ones have computed, which is no merit of the cache. `seen_s`: when the queue first
-    looked whether it may go ahead.
+    looked whether it may go ahead. `scored`: prompt tokens whose log probabilities are known, from the first row on; a retry goes on
+    behind them.
     """
 
     request: SequenceRequest
@@ -51,6 +63,7 @@ class Ticket:
     num_retries: int = 0
     num_cached: int | None = None
     seen_s: float | None = None
+    scored: list[PromptToken] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -59,6 +72,51 @@ class Ticket:
     @property
     def is_bootstrapped(self) -> bool:
         return self.next_page is not None
+
+
+class Graces:
+    """Requests that may go ahead of their bootstrap, in order of arrival, each after `grace_s`."""
+
+    def __init__(self, grace_s: float):
+        self._grace_s = grace_s
+        self._unseen: deque[Ticket] = deque()
+        self._waiting: deque[Ticket] = deque()
+        self._over: dict[str, Ticket] = {}
+        self._live: set[str] = set()
+
+    def add(self, ticket: Ticket) -> None:
+        """A grace is given once: it starts when `over` is called next, where it has not been given before."""
+        self._live.add(ticket.request_id)
+        self._unseen.append(ticket)
+
+    def discard(self, request_id: str) -> None:
+        self._live.discard(request_id)
+        self._over.pop(request_id, None)
+
+    def over(self, now_s: float) -> dict[str, Ticket]:
+        """Those whose grace is over by now, by request id."""
+        while self._unseen:
+            ticket = self._unseen.popleft()
+            if ticket.seen_s is None:
+                ticket.seen_s = now_s
+                self._waiting.append(ticket)
+            elif ticket.request_id in self._live:
+                self._over[ticket.request_id] = ticket
+        while self._waiting and self._due_s(self._waiting[0]) <= now_s:
+            ticket = self._waiting.popleft()
+            if ticket.request_id in self._live:
+                self._over[ticket.request_id] = ticket
+        return self._over
+
+    def next_s(self) -> float | None:
+        """When the next grace ends."""
+        while self._waiting and self._waiting[0].request_id not in self._live:
+            self._waiting.popleft()
+        return self._due_s(self._waiting[0]) if self._waiting else None
+
+    def _due_s(self, ticket: Ticket) -> float:
+        assert ticket.seen_s is not None
+        return ticket.seen_s + self._grace_s
 
 
 class BootstrapQueue:
@@ -79,14 +137,17 @@ class BootstrapQueue:
         recorder: Recorder = NO_RECORDER,
         grace_s: float = 0.0,
     ):
-        self._grace_s = grace_s
         self._source = source
         self._metadata = metadata
         self._page_size = page_size
         self._retries = retries
         self._faults = faults
         self._recorder = recorder
-        self._queue: dict[str, Ticket] = {}
+        self._queue: Rotation[Ticket] = Rotation()
+        self._by_room: dict[int, Ticket] = {}
+        self._unseen: deque[Ticket] = deque()
+        self._starved: dict[str, Ticket] = {}
+        self._graces = Graces(grace_s)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -99,53 +160,65 @@ class BootstrapQueue:
         sender = self._source.create_sender(request.room)
         self._recorder.begin(request.request_id, "bootstrap_queue")
         self._recorder.open(request.request_id, "bootstrap")
-        self._queue[request.request_id] = Ticket(request, sender)
+        self._add(Ticket(request, sender))
 
     def add(self, ticket: Ticket) -> None:
         """Queue a ticket that comes back, after its budget was used up or for want of slots. Its metadata slot is given back."""
         self.maybe_release_metadata_buffer(ticket)
         self._recorder.mark(ticket.request_id, "bootstrap_queue")
-        self._queue[ticket.request_id] = ticket
+        self._add(ticket)
 
     def pop(self, request_id: str) -> Ticket:
-        return self._queue.pop(request_id)
+        ticket = self._queue.pop(request_id)
+        del self._by_room[ticket.request.room]
+        self._starved.pop(request_id, None)
+        self._graces.discard(request_id)
+        return ticket
 
     def pop_bootstrapped(self) -> tuple[list[Ticket], list[Ticket]]:
-        """Take out every request whose bootstrap has ended: those that are ready, and those that failed.
+        """Take out the requests whose bootstrap is known to have ended: those that are ready, and those that failed.
 
         A ready request that finds no free metadata slot stays, and the scan goes on behind it: a starved request must not keep a failed
         one from being cleaned up.
         """
         ready: list[Ticket] = []
         failed: list[Ticket] = []
-        for ticket in list(self._queue.values()):
+        for ticket in self._to_look_at():
             state = self.poll(ticket)
             if state == KVPoll.FAILED:
                 failed.append(self.pop(ticket.request_id))
             elif state > KVPoll.BOOTSTRAPPING and self.finalize_bootstrap(ticket):
                 ready.append(self._pop_to_line(ticket))
+            elif state > KVPoll.BOOTSTRAPPING:
+                self._starved[ticket.request_id] = ticket
+                self._graces.discard(ticket.request_id)
         return ready, failed
+
+    def _to_look_at(self) -> list[Ticket]:
+        """Each once: of those that starve as many as there are slots, the oldest first; who is new; whose room has changed; and a few."""
+        found = {ticket.request_id: ticket for ticket in islice(self._starved.values(), self._metadata.num_free)}
+        changed = (self._by_room.get(room) for room in self._source.take_changed())
+        for ticket in (*self._unseen, *(ticket for ticket in changed if ticket), *self._queue.next(LOOKS_A_PASS)):
+            if ticket.request_id in self._queue:
+                found[ticket.request_id] = ticket
+        self._unseen.clear()
+        return list(found.values())
 
     def pop_optimistic(self, now_s: float) -> list[Ticket]:
         """Take out every request that may go ahead of its bootstrap by now and for which a metadata slot is free."""
         hopeful = []
-        for ticket in list(self._queue.values()):
-            if not self.has_retries_left(ticket) or self.poll(ticket) != KVPoll.BOOTSTRAPPING:
-                continue
-            if ticket.seen_s is None:
-                ticket.seen_s = now_s
-            if now_s >= ticket.seen_s + self._grace_s and self.ensure_metadata_buffer(ticket):
+        for ticket in list(islice(self._graces.over(now_s).values(), self._metadata.num_free)):
+            if self.poll(ticket) == KVPoll.BOOTSTRAPPING and self.ensure_metadata_buffer(ticket):
                 hopeful.append(self._pop_to_line(ticket))
         return hopeful
 
-    def next_hopeful_s(self, now_s: float) -> float | None:
-        """When the next request's grace ends; None where nobody has any left at `now_s`."""
-        times = [ticket.seen_s + self._grace_s for ticket in self._queue.values() if ticket.seen_s is not None]
-        return min((time_s for time_s in times if time_s > now_s), default=None)
+    def next_hopeful_s(self) -> float | None:
+        """When the next request's grace ends."""
+        return self._graces.next_s()
 
     def num_starved(self) -> int:
-        """Requests whose bootstrap has ended and that wait for a metadata slot only."""
-        return sum(self.poll(ticket) > KVPoll.BOOTSTRAPPING for ticket in self._queue.values())
+        """Requests whose bootstrap is known to have ended and that wait for a metadata slot only."""
+        return len(self._starved)
 
     def get_num_optimistic_prefill_retries(self) -> int:
         return self._retries
@@ -190,6 +263,13 @@ class BootstrapQueue:
         if state not in (KVPoll.FAILED, KVPoll.SUCCESS) and self._faults.fail_poll():
             ticket.sender.fail("failure injected by a test")
         return ticket.sender.poll()
+
+    def _add(self, ticket: Ticket) -> None:
+        self._queue.add(ticket.request_id, ticket)
+        self._by_room[ticket.request.room] = ticket
+        self._unseen.append(ticket)
+        if self.has_retries_left(ticket):
+            self._graces.add(ticket)
 
     def _pop_to_line(self, ticket: Ticket) -> Ticket:
         self._recorder.mark(ticket.request_id, "waiting")

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pdjax.protocol import SequenceRequest
 from pdjax.scheduler.memory import Lease
 from pdjax.scheduler.sequence import Answer
 
 
 @dataclass(slots=True, eq=False)
 class Computing:
-    """A prompt that is being computed. Owns its request slot and its lease.
+    """One forward of a prompt. Owns its request slot and its lease.
 
-    `num_launched`: tokens whose KV is in the pool or will be once the steps in flight have run, the cached prefix included.
-    `is_dropped` is set when the sequence leaves early; results of steps still in flight are then ignored.
+    `start`: tokens that this forward found cached; `num_cached`: those that the sequence's first one did. `num_launched`: tokens whose KV
+    is in the pool or will be once the steps in flight have run, the cached prefix included. `rows`: positions at which prompt log
+    probabilities are wanted of this forward. `is_aborted` is set when it ends early, because the sequence does or is to be retried;
+    results of steps still in flight are then ignored.
     """
 
     answer: Answer
     slot: int
     lease: Lease
     num_cached: int
-    num_launched: int
-    is_dropped: bool = False
+    start: int
+    rows: range = range(0)
+    is_aborted: bool = False
+    num_launched: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_launched = self.start
 
     @property
     def num_tokens(self) -> int:
@@ -43,8 +51,22 @@ class PrefillPart(NamedTuple):
     launched_s: float = 0.0
 
     @property
+    def is_first(self) -> bool:
+        return self.start == self.seq.start
+
+    @property
     def is_last(self) -> bool:
         return self.end == self.seq.num_tokens
+
+    @property
+    def rows(self) -> range:
+        """Positions that are scored in this step, each against the token behind it."""
+        wanted = self.seq.rows
+        return range(max(self.start, wanted.start), min(self.end, wanted.stop))
+
+    @property
+    def request(self) -> SequenceRequest:
+        return self.seq.answer.request
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ before new ones, and while one of them waits nothing new is admitted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
@@ -17,6 +18,7 @@ from pdjax.scheduler.decode_states import DecodePart, InstallOrder, Receiving, R
 from pdjax.scheduler.memory import KVMemory, Lease
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
+from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor, max_cached_tokens, prompt_messages, rows_wanted
 from pdjax.scheduler.sequence import Answer, answer_end, longest_tokens, refuse_reason
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
@@ -151,15 +153,22 @@ class DecodeScheduler:
                 ready.append(seq)
         return [self._launch(seq) for seq in ready if not seq.is_dropped]
 
-    def settle_prefill(self, part: PrefillPart, token: TokenOut | None) -> None:
-        """Take in what a local prefill step sampled; None for chunks that are not the last."""
-        if not part.seq.is_dropped:
-            self.recorder.chunk(part.seq.answer.request_id, part.launched_s, part.end - part.start)
-        running = self._running.get(part.seq.answer.request_id)
-        # A retracted sequence comes back with an answer object of its own.
-        if token is not None and running is not None and running.answer is part.seq.answer:
-            self.recorder.mark(running.answer.request_id, "decode")
-            self._take_token(running, token)
+    def settle_prefill(self, part: PrefillPart, token: TokenOut | None, logprobs: LogprobCursor = NO_LOGPROBS) -> None:
+        """Take in what a local prefill step sampled, part by part in order; None for chunks that are not the last. `logprobs` goes over
+        the prompt log probabilities of the whole step."""
+        answer = part.seq.answer
+        if not part.seq.is_aborted:
+            self.recorder.chunk(answer.request_id, part.launched_s, part.end - part.start)
+        if not self._is_alive(part.seq):
+            logprobs.advance_logprob_pt(part)
+            return
+        scored = logprobs.take(part)
+        answer.num_scored += len(scored)
+        for message in prompt_messages(scored):
+            self._outcomes.add(answer.request_id, message)
+        if token is not None:
+            self.recorder.mark(answer.request_id, "decode")
+            self._take_token(self._running[answer.request_id], token)
 
     def settle_decode(self, part: DecodePart, token: TokenOut) -> None:
         """Take in what a decode step sampled."""
@@ -184,7 +193,7 @@ class DecodeScheduler:
             return False
         is_admitted = self._admit_remote(answer) if self._line.is_remote(answer) else self._admit_local(answer)
         if is_admitted:
-            self._line.pop()
+            self._line.remove(answer.request_id)
         return is_admitted
 
     def _reserve(self, answer: Answer, max_prefix_tokens: int) -> Lease | None:
@@ -192,13 +201,21 @@ class DecodeScheduler:
         wanted = min(len(answer.tokens) + self.limits.reserve_tokens, longest_tokens(answer.request) - 1)
         return self.memory.lease(answer.tokens, max_prefix_tokens, wanted, spare_pages=len(self._running))
 
+    def _is_alive(self, seq: Computing) -> bool:
+        """Whether what this forward gives still counts: the prompt is being computed, or its last chunk has been launched since."""
+        request_id = seq.answer.request_id
+        running = self._running.get(request_id)
+        # A retracted sequence comes back with an answer object of its own.
+        return self._computing.get(request_id) is seq or (running is not None and running.answer is seq.answer)
+
     def _admit_local(self, answer: Answer) -> bool:
         # At least the last token is computed: its logits choose the next one.
-        lease = self._reserve(answer, len(answer.tokens) - 1)
+        rows = rows_wanted(answer.request, answer.num_scored)
+        lease = self._reserve(answer, max_cached_tokens(rows, len(answer.tokens)))
         if lease is None:
             return False
         cached = lease.num_shared * self.memory.page_size
-        self._computing[answer.request_id] = Computing(answer, self._take_slot(), lease, cached, cached)
+        self._computing[answer.request_id] = Computing(answer, self._take_slot(), lease, cached, cached, rows)
         self.recorder.mark(answer.request_id, "forward")
         return True
 
@@ -289,7 +306,7 @@ class DecodeScheduler:
         self._free_running(seq)
         self.num_retractions += 1
         self.recorder.mark(seq.answer.request_id, "retracted")
-        self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))
+        self._line.put_back(replace(seq.answer))
 
     def _take_token(self, seq: Running, token: TokenOut) -> None:
         answer = seq.answer
@@ -315,7 +332,7 @@ class DecodeScheduler:
         self.slots.free(seq.slot)
 
     def _free_computing(self, seq: Computing) -> None:
-        seq.is_dropped = True
+        seq.is_aborted = True
         del self._computing[seq.answer.request_id]
         self.memory.release(seq.lease)
         self.slots.free(seq.slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -59,7 +59,8 @@ class Running:
 
     `position`: where the next step writes KV; the tokens before it are in the pool or in flight. `next_token`: the token at `position`
     where the host knows it and the device does not (right after a transfer); None: the device has it from its previous step.
-    `admitted`: rises with each admission; under page pressure the youngest is retracted. `is_dropped`: see `Computing`.
+    `admitted`: rises with each admission; under page pressure the youngest is retracted. `is_dropped` is set when it ends, is
+    aborted or is retracted; results of steps still in flight are then ignored.
     """
 
     answer: Answer
@@ -102,8 +103,8 @@ class WaitingLine:
     """Sequences that hold nothing. Retracted ones go before new ones, the one retracted last first."""
 
     def __init__(self) -> None:
-        self._new: deque[Answer] = deque()
-        self._retracted: deque[Answer] = deque()
+        self._new: dict[str, Answer] = {}
+        self._retracted: OrderedDict[str, Answer] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._new) + len(self._retracted)
@@ -117,31 +118,23 @@ class WaitingLine:
         return len(self._retracted)
 
     def add(self, answer: Answer) -> None:
-        self._new.append(answer)
+        self._new[answer.request_id] = answer
 
     def put_back(self, answer: Answer) -> None:
         """Line up a retracted sequence."""
-        self._retracted.appendleft(answer)
+        self._retracted[answer.request_id] = answer
+        self._retracted.move_to_end(answer.request_id, last=False)
 
     def head(self) -> Answer | None:
-        line = self._retracted or self._new
-        return line[0] if line else None
+        return next(iter((self._retracted or self._new).values()), None)
 
     def is_remote(self, answer: Answer) -> bool:
         """Whether the KV of `answer` comes from a prefill worker; that of a retracted sequence has been there already and is gone."""
-        return answer.request.prefill is not None and answer not in self._retracted
-
-    def pop(self) -> Answer:
-        return (self._retracted or self._new).popleft()
+        return answer.request.prefill is not None and answer.request_id not in self._retracted
 
     def remove(self, request_id: str) -> bool:
         """Whether the request stood in line."""
-        for line in (self._retracted, self._new):
-            for answer in line:
-                if answer.request_id == request_id:
-                    line.remove(answer)
-                    return True
-        return False
+        return (self._retracted.pop(request_id, None) or self._new.pop(request_id, None)) is not None
 
 
 def received_row(entry: Receiving, num_pages: int) -> MetadataRow:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
-from pdjax.scheduler.bootstrap import BootstrapQueue, Ticket
+from pdjax.scheduler.bootstrap import LOOKS_A_PASS, BootstrapQueue, Ticket
 from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
 from pdjax.scheduler.deadlines import Deadlines
 from pdjax.scheduler.memory import KVMemory
@@ -25,6 +25,7 @@ from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, WaitingLine
+from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor, max_cached_tokens, prompt_messages, rows_wanted
 from pdjax.scheduler.sending import Sending
 from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
@@ -141,8 +142,8 @@ class PrefillScheduler:
         self._feed_starved()
         for ticket in self.bootstrap.pop_optimistic(now_s):
             self._line.add(ticket)
-        self._next_hopeful_s = self.bootstrap.next_hopeful_s(now_s)
-        for ticket in list(self._line):
+        self._next_hopeful_s = self.bootstrap.next_hopeful_s()
+        for ticket in self._line.next(LOOKS_A_PASS):
             self._look_at_waiting(ticket)
         for outgoing in list(self._outgoing.values()):
             self._look_at_outgoing(outgoing)
@@ -171,19 +172,22 @@ class PrefillScheduler:
         for outgoing in self._outgoing.values():
             yield from self._sending.computed(outgoing)
 
-    def settle(self, part: PrefillPart, token: TokenOut | None) -> None:
-        """Take in the result of a step: `token` is what the last chunk sampled, None for the other chunks.
+    def settle(self, part: PrefillPart, token: TokenOut | None, logprobs: LogprobCursor = NO_LOGPROBS) -> None:
+        """Take in the result of a step, part by part in order: `token` is what the last chunk sampled, None for the other chunks;
+        `logprobs` goes over the prompt log probabilities of the whole step.
 
         Before anything comes of it bootstrap is looked at once more.
         """
-        if part.seq.is_dropped:
+        if part.seq.is_aborted:
+            logprobs.advance_logprob_pt(part)
             return
+        outgoing = self._outgoing[part.seq.answer.request_id]
+        outgoing.ticket.scored += logprobs.take(part)
         self.recorder.chunk(part.seq.answer.request_id, part.launched_s, part.end - part.start)
         if token is None:
             return
-        outgoing = self._outgoing[part.seq.answer.request_id]
         self._look_at_outgoing(outgoing)
-        if part.seq.is_dropped:
+        if part.seq.is_aborted:
             return
         if self.bootstrap.should_force_retry(outgoing.ticket):
             self._retry(outgoing)
@@ -231,17 +235,18 @@ class PrefillScheduler:
         if self.slots.num_free == 0:
             return None
         # At least the last token is computed: its logits choose the first token of the answer.
-        lease = self.memory.lease(prompt, len(prompt) - 1, len(prompt))
+        rows = rows_wanted(ticket.request, len(ticket.scored))
+        lease = self.memory.lease(prompt, max_cached_tokens(rows, len(prompt)), len(prompt))
         slot = self.slots.allocate() if lease is not None else None
         if lease is None or slot is None:
             return None
-        self._line.remove(ticket)
+        self._line.remove(ticket.request_id)
         cached = lease.num_shared * self.memory.page_size
         if ticket.num_cached is None:
             ticket.num_cached = cached
             self.counts.prompt_tokens += len(prompt)
             self.counts.cached_tokens += cached
-        seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached)
+        seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached, rows)
         self._outgoing[ticket.request_id] = Outgoing(ticket, seq, self._sending.new_held())
         self.recorder.mark(ticket.request_id, "forward")
         return seq
@@ -283,7 +288,7 @@ class PrefillScheduler:
         while self.metadata.num_free == 0 and self.bootstrap.num_starved():
             hopeful, parked = self._line.last_hopeful(), self._last_parked()
             if hopeful is not None:
-                self._line.remove(hopeful)
+                self._line.remove(hopeful.request_id)
                 self.bootstrap.add(hopeful)
             elif parked is not None:
                 self._requeue(parked)
@@ -308,7 +313,7 @@ class PrefillScheduler:
     def _requeue(self, outgoing: Outgoing) -> None:
         seq = outgoing.seq
         self.memory.publish(seq.lease, seq.answer.tokens)
-        seq.is_dropped = True
+        seq.is_aborted = True
         self._free_computing(outgoing)
         outgoing.ticket.num_retries += 1
         self.recorder.note(outgoing.ticket.request_id, "retry", "retries", 1)
@@ -318,7 +323,9 @@ class PrefillScheduler:
         """Bootstrap has ended and the prompt is computed: publish its KV, tell the token, write the row."""
         ticket, request = outgoing.ticket, outgoing.ticket.request
         self.memory.publish(outgoing.seq.lease, request.prompt)
-        self._outcomes.add(request.request_id, Tokens([token]))
+        for message in [*prompt_messages(ticket.scored), Tokens([token])]:
+            self._outcomes.add(request.request_id, message)
+        ticket.scored.clear()
         if end := answer_end(token.token, token.index, request.sampling):
             self._end_with_first_token(outgoing, token, end)
             return
@@ -343,12 +350,10 @@ class PrefillScheduler:
             return self._delivering.pop(request_id)
         if request_id in self._outgoing:
             outgoing = self._outgoing[request_id]
-            outgoing.seq.is_dropped = True
+            outgoing.seq.is_aborted = True
             self._free_computing(outgoing)
             return outgoing.ticket
-        if ticket := self._line.find(request_id):
-            self._line.remove(ticket)
-        return ticket
+        return self._line.remove(request_id)
 
     def _free_computing(self, outgoing: Outgoing) -> None:
         del self._outgoing[outgoing.ticket.request_id]

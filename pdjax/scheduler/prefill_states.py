@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from pdjax.protocol import TokenOut
 from pdjax.scheduler.bootstrap import Ticket
 from pdjax.scheduler.chunks import Computing
 from pdjax.scheduler.outbound import Held
+from pdjax.scheduler.rotation import Rotation
 
 
 @dataclass(slots=True, eq=False)
@@ -27,42 +27,45 @@ class WaitingLine:
     """Requests with a metadata slot. Those that are bootstrapped go before those that are ahead of it, retried ones before new ones."""
 
     def __init__(self) -> None:
-        self._ready: deque[Ticket] = deque()
-        self._hopeful: deque[Ticket] = deque()
+        self._ready: OrderedDict[str, Ticket] = OrderedDict()
+        self._hopeful: OrderedDict[str, Ticket] = OrderedDict()
+        self._looks: Rotation[Ticket] = Rotation()
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._hopeful)
-
-    def __iter__(self) -> Iterator[Ticket]:
-        yield from self._ready
-        yield from self._hopeful
+        return len(self._looks)
 
     def add(self, ticket: Ticket) -> None:
-        self._line_of(ticket).append(ticket)
+        self._line_of(ticket)[ticket.request_id] = ticket
+        self._looks.add(ticket.request_id, ticket)
 
     def put_back(self, ticket: Ticket) -> None:
         """Line up at the head."""
-        self._line_of(ticket).appendleft(ticket)
+        self.add(ticket)
+        self._line_of(ticket).move_to_end(ticket.request_id, last=False)
 
     def head(self) -> Ticket | None:
-        line = self._ready or self._hopeful
-        return line[0] if line else None
+        return next(iter((self._ready or self._hopeful).values()), None)
 
     def last_hopeful(self) -> Ticket | None:
-        return self._hopeful[-1] if self._hopeful else None
+        return next(reversed(self._hopeful.values()), None)
+
+    def next(self, number: int) -> list[Ticket]:
+        """The `number` requests that were looked at longest ago, or all."""
+        return self._looks.next(number)
 
     def promote(self, ticket: Ticket) -> None:
         """Bootstrap of a hopeful ticket has ended."""
-        self._hopeful.remove(ticket)
-        self._ready.append(ticket)
+        del self._hopeful[ticket.request_id]
+        self._ready[ticket.request_id] = ticket
 
-    def remove(self, ticket: Ticket) -> None:
-        (self._ready if ticket in self._ready else self._hopeful).remove(ticket)
+    def remove(self, request_id: str) -> Ticket | None:
+        """None where the request does not stand in line."""
+        if request_id not in self._looks:
+            return None
+        del (self._ready if request_id in self._ready else self._hopeful)[request_id]
+        return self._looks.pop(request_id)
 
-    def find(self, request_id: str) -> Ticket | None:
-        return next((ticket for ticket in self if ticket.request_id == request_id), None)
-
-    def _line_of(self, ticket: Ticket) -> deque[Ticket]:
+    def _line_of(self, ticket: Ticket) -> OrderedDict[str, Ticket]:
         return self._ready if ticket.is_bootstrapped else self._hopeful
 
 

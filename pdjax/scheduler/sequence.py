@@ -19,10 +19,14 @@ def answer_end(token: int, index: int, sampling: Sampling) -> Literal["stop", "l
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """A sequence as far as it is known on the host: the request's prompt, then every token that has been read since."""
+    """A sequence as far as it is known on the host: the request's prompt, then every token that has been read since.
+
+    `num_scored`: rows of prompt log probabilities (`prompt_logprobs.py`) that have been told.
+    """
 
     request: SequenceRequest
     tokens: list[int] = field(default_factory=list)
+    num_scored: int = 0
 
     @classmethod
     def start(cls, request: SequenceRequest) -> Answer:

@@ -102,6 +102,26 @@ class Engine:
         return chain
 
 
+class Cost(NamedTuple):
+    """Ticks that a step takes: `step`, and `token` for each token that it computes."""
+
+    step: int
+    token: int
+
+
+class Pace:
+    """Durations for a `Device` whose steps cost as much as what `engine` has computed since the one before."""
+
+    def __init__(self, engine: Engine, cost: Cost):
+        self._engine = engine
+        self._cost = cost
+        self._num_tokens = engine.num_computed_tokens
+
+    def __call__(self) -> int:
+        before, self._num_tokens = self._num_tokens, self._engine.num_computed_tokens
+        return self._cost.step + self._cost.token * (self._num_tokens - before)
+
+
 class Launched(NamedTuple):
     """A step and what it sampled, one token a part."""
 

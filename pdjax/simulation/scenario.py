@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pdjax.protocol import Sampling
+from pdjax.simulation.engine import Cost
 
 NEVER = 1_000_000
 """A deadline that no run reaches."""
@@ -38,6 +39,13 @@ class Delays(NamedTuple):
     message: int
     chunk: int
     announce: int
+
+
+class WorkCost(NamedTuple):
+    """What the steps of each kind of worker take, where that goes by the work in them."""
+
+    prefill: Cost
+    decode: Cost
 
 
 class LinkFaults(NamedTuple):
@@ -110,7 +118,7 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """`pdjax.simulation.drawing` makes one out of a seed."""
+    """`pdjax.simulation.drawing` makes one out of a seed. `cost`: None where steps take up to `delays.step`, whatever is in them."""
 
     seed: int
     policy: Policy
@@ -121,6 +129,7 @@ class Scenario:
     scheduler_faults: SchedulerFaults
     jobs: tuple[Job, ...]
     incidents: tuple[Incident, ...]
+    cost: WorkCost | None = None
 
     @property
     def can_fail(self) -> bool:

@@ -94,6 +94,9 @@ class SourcePort:
         sender = self._senders[room] = self._table.create(room)
         return sender
 
+    def take_changed(self) -> list[int]:
+        return self._table.take_changed()
+
     def state(self, room: int) -> KVPoll | None:
         """Of the room's sender; None where there never was one."""
         return self._senders[room].poll() if room in self._senders else None

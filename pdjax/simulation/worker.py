@@ -30,13 +30,13 @@ Listener = Callable[[Event | None], None]
 
 
 class Surroundings(NamedTuple):
-    """What a worker lives in. `turn` and `step`: longest delay of a turn after its cause, longest time of a step."""
+    """What a worker lives in. `turn`: longest delay of a turn after its cause. `step_ticks()`: what the step that is launched takes."""
 
     timeline: Timeline
     chance: Chance
     trace: Trace
     turn: int
-    step: int
+    step_ticks: Callable[[], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class Worker(Process, abc.ABC):
         self.is_leaving = False
         self._around = around
         self._engine = engine
-        self._device = Device(self, lambda: 1 + around.chance.upto(around.step), self.wake)
+        self._device = Device(self, around.step_ticks, self.wake)
         self._mail: list[tuple[Callable, tuple]] = []
         self._is_turn_due = False
         self._is_timer_set = False

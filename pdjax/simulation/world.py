@@ -20,7 +20,7 @@ from pdjax.scheduler.timeline import NO_RECORDER, ClockRecorder, Recorder
 from pdjax.simulation import router as simulated_router
 from pdjax.simulation.call import Call
 from pdjax.simulation.checks import check_answer, check_forwards, check_nothing_held
-from pdjax.simulation.engine import Engine
+from pdjax.simulation.engine import Cost, Engine, Pace
 from pdjax.simulation.process import Chance, Timeline
 from pdjax.simulation.router import Router
 from pdjax.simulation.scenario import (
@@ -136,13 +136,15 @@ class World:
         self.timeline.at(self.chance.upto(2), self._beat, worker)
         return worker
 
-    def _surroundings(self) -> Surroundings:
-        delays = self.scenario.delays
-        return Surroundings(self.timeline, self.chance, self.trace, delays.turn, delays.step)
+    def _surroundings(self, engine: Engine, cost: Cost | None) -> Surroundings:
+        delays, chance = self.scenario.delays, self.chance
+        step_ticks = (lambda: 1 + chance.upto(delays.step)) if cost is None else Pace(engine, cost)
+        return Surroundings(self.timeline, chance, self.trace, delays.turn, step_ticks)
 
     def _build_prefill(self, info: WorkerInfo, size: WorkerSize) -> PrefillWorker:
         policy = self.scenario.policy
-        worker = PrefillWorker(info, Engine(size.pages, policy.page_size), self._surroundings(), policy.early_send)
+        engine, cost = Engine(size.pages, policy.page_size), self.scenario.cost
+        worker = PrefillWorker(info, engine, self._surroundings(engine, cost and cost.prefill), policy.early_send)
         port = SourcePort(self.network, worker, info.layout, info.peer, worker.wake)
         limits = PrefillLimits(
             max_step_tokens=policy.step_tokens,
@@ -161,7 +163,8 @@ class World:
 
     def _build_decode(self, info: WorkerInfo, size: WorkerSize) -> DecodeWorker:
         policy = self.scenario.policy
-        worker = DecodeWorker(info, Engine(size.pages, policy.page_size), self._surroundings())
+        engine, cost = Engine(size.pages, policy.page_size), self.scenario.cost
+        worker = DecodeWorker(info, engine, self._surroundings(engine, cost and cost.decode))
         port = SinkPort(self.network, worker, info.layout, info.peer, worker.wake)
         limits = DecodeLimits(policy.step_tokens, policy.step_seqs, policy.max_queue, MAX_CONTEXT_TOKENS, policy.reserve_tokens)
         slots, metadata = SlotPool(size.slots, "request"), MetadataSlots(size.metadata)

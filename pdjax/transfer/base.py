@@ -81,6 +81,10 @@ class KVSource(abc.ABC):
         """Raises ValueError where the room is taken already."""
 
     @abc.abstractmethod
+    def take_changed(self) -> list[int]:
+        """Rooms whose sender's state has moved since the last call, but for what only a `poll` finds: a deadline that has passed."""
+
+    @abc.abstractmethod
     def open_rooms(self) -> int:
         """Rooms that still hold anything: senders not yet in a final state, announcements without a sender, chunks not yet let go."""
 

@@ -81,6 +81,9 @@ class GrpcSource(KVSource):
     def create_sender(self, room: int) -> KVSender:
         return self._table.create(room)
 
+    def take_changed(self) -> list[int]:
+        return self._table.take_changed()
+
     def open_rooms(self) -> int:
         return self._table.open_rooms()
 

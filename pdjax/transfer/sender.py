@@ -134,7 +134,7 @@ class RoomSender(KVSender):
         outlet.accepted(self)
         if not self._state.raise_to(KVPoll.WAITING_FOR_INPUT):
             outlet.failed(self._state.message or "the room has ended")
-        self._table.wake()
+        self._table.changed(self)
 
     @property
     def counters(self) -> Counters:
@@ -156,7 +156,7 @@ class RoomSender(KVSender):
         if self._state.raise_to(KVPoll.SUCCESS):
             self._table.counters.succeeded(self.meter.transfer())
         self._table.settle(self)
-        self._table.wake()
+        self._table.changed(self)
 
     def end(self, kind: FailureKind, message: str) -> None:
         """FAILED at once, and the outlet hears of it. No effect on a room that has ended."""
@@ -167,7 +167,7 @@ class RoomSender(KVSender):
         if outlet is not None:
             outlet.failed(message)
         self._table.settle(self)
-        self._table.wake()
+        self._table.changed(self)
 
     def link_owes(self, limit_s: float) -> None:
         with self._lock:
@@ -201,6 +201,8 @@ class SenderTable:
         self._announced: dict[int, Outlet] = {}  # those of the senders that have one
         self._unclaimed: dict[int, tuple[int, Outlet]] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
+        # Bounded by the rooms: each changes three times at most.
+        self._changed: collections.deque[int] = collections.deque()
         self._is_closed = False
 
     def create(self, room: int) -> RoomSender:
@@ -273,6 +275,15 @@ class SenderTable:
                 self._remember(room, message)
         if sender is not None:
             sender.end(kind, message)
+
+    def changed(self, sender: RoomSender) -> None:
+        """The sender's state has moved."""
+        self._changed.append(sender.room)
+        self.wake()
+
+    def take_changed(self) -> list[int]:
+        """Rooms whose sender's state has moved since the last call. For one caller."""
+        return [self._changed.popleft() for _ in range(len(self._changed))]
 
     def settle(self, sender: RoomSender) -> None:
         """Forget `sender` once it has ended and holds nothing."""

@@ -8,6 +8,7 @@ from pdjax.protocol import SequenceRequest, WorkerLoad
 from pdjax.scheduler.decode import DecodeScheduler
 from pdjax.scheduler.decode_states import DecodePart, Running
 from pdjax.scheduler.outcomes import Outcome
+from pdjax.scheduler.prompt_logprobs import LogprobCursor
 from pdjax.transfer.base import KVSink, Wake
 from pdjax.worker.gauges import decode_gauges
 from pdjax.worker.prefill import prefill_seq, sampled, start_history
@@ -88,8 +89,9 @@ class DecodeRole(Role):
 
     def _settle(self, step: Step, output: StepOutput) -> None:
         if isinstance(step, PrefillStep):
+            logprobs = LogprobCursor(output.prompt)
             for row, part in enumerate(step.parts):
-                self._scheduler.settle_prefill(part, sampled(part, output, row))
+                self._scheduler.settle_prefill(part, sampled(part, output, row), logprobs)
         else:
             for row, part in enumerate(step.parts):
                 sampling = part.seq.answer.request.sampling

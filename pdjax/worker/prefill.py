@@ -13,6 +13,7 @@ from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.outcomes import Outcome
 from pdjax.scheduler.prefill import PrefillScheduler
+from pdjax.scheduler.prompt_logprobs import LogprobCursor
 from pdjax.transfer.base import KVSource, Wake
 from pdjax.worker.gauges import prefill_gauges
 from pdjax.worker.reader import PrefillStep, StepReader
@@ -104,12 +105,13 @@ class PrefillRole(Role):
             order.sender.send(order.first_page, len(order.pages), self._engine.gather(order.pages))
 
     def _settle(self, step: PrefillStep, output: StepOutput) -> None:
+        logprobs = LogprobCursor(output.prompt)
         for row, part in enumerate(step.parts):
-            self._scheduler.settle(part, sampled(part, output, row))
+            self._scheduler.settle(part, sampled(part, output, row), logprobs)
 
 
 def prefill_seq(part: PrefillPart) -> PrefillSeq:
-    answer = part.seq.answer
+    answer, rows = part.seq.answer, part.rows
     return PrefillSeq(
         slot=part.seq.slot,
         tokens=answer.tokens[part.start : part.end],
@@ -117,6 +119,8 @@ def prefill_seq(part: PrefillPart) -> PrefillSeq:
         pages=part.seq.lease.pages,
         sampling=answer.request.sampling,
         output_index=answer.next_index if part.is_last else None,
+        scored=range(rows.start - part.start, rows.stop - part.start),
+        targets=answer.tokens[rows.start + 1 : rows.stop + 1] if rows else [],
     )
 
 
@@ -132,5 +136,5 @@ def sampled(part: PrefillPart, output: StepOutput, row: int) -> TokenOut | None:
 def start_history(engine: Engine, part: PrefillPart) -> None:
     """Before a prompt's first chunk: tell the sampler what the sequence holds, where its sampling needs that."""
     answer = part.seq.answer
-    if part.start == part.seq.num_cached and answer.request.sampling.uses_history:
+    if part.is_first and answer.request.sampling.uses_history:
         engine.set_history(part.seq.slot, *answer.split())

@@ -12,7 +12,7 @@ from pdjax.protocol import Event, Failed, Finished
 class EventStream:
     """The events of one sequence. Made and read in the asyncio loop; ends after a `Finished` or `Failed`.
 
-    Needs no bound of its own: a sequence makes at most max_tokens + 1 events.
+    Needs no bound of its own: a sequence makes at most max_tokens + 1 events, and a few that describe its prompt.
     """
 
     def __init__(self) -> None:

@@ -41,15 +41,15 @@ MUTANTS = (
     Mutant(
         "a retraction loses a token",
         DECODE,
-        "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens))",
-        "self._line.put_back(Answer(seq.answer.request, seq.answer.tokens[:-1]))",
+        "self._line.put_back(replace(seq.answer))",
+        "self._line.put_back(replace(seq.answer, tokens=seq.answer.tokens[:-1]))",
         "a token that the client has is made again",
         (27, 50, 57),
     ),
     Mutant(
         "a retracted sequence is fetched again",
         STATES,
-        "return answer.request.prefill is not None and answer not in self._retracted",
+        "return answer.request.prefill is not None and answer.request_id not in self._retracted",
         "return answer.request.prefill is not None",
         "its room has ended long ago",
         (1, 57, 100),

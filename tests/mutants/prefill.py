@@ -61,9 +61,9 @@ MUTANTS = (
     Mutant(
         "pages are published when they are leased",
         PREFILL,
-        """        self._line.remove(ticket)
+        """        self._line.remove(ticket.request_id)
         cached =""",
-        """        self._line.remove(ticket)
+        """        self._line.remove(ticket.request_id)
         self.memory.publish(lease, prompt)
         cached =""",
         "others read pages that nobody has computed",
@@ -73,7 +73,7 @@ MUTANTS = (
         "an aborted prompt waits for its step",
         PREFILL,
         """            outgoing = self._outgoing[request_id]
-            outgoing.seq.is_dropped = True
+            outgoing.seq.is_aborted = True
 """,
         """            outgoing = self._outgoing[request_id]
 """,
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "the last token of a prompt is taken from the cache",
         PREFILL,
-        "self.memory.lease(prompt, len(prompt) - 1, len(prompt))",
+        "self.memory.lease(prompt, max_cached_tokens(rows, len(prompt)), len(prompt))",
         "self.memory.lease(prompt, len(prompt), len(prompt))",
         "nothing is computed, so nothing chooses the first token",
         (87, 118, 123),
