@@ -49,7 +49,7 @@ def random_weights(shape: ModelShape = SHAPE, seed: int = 0) -> dict[str, np.nda
         if path.endswith("norm"):
             values = 1 + 0.1 * values
         elif path != "embed":
-            values = 1.5 * values / np.sqrt(spec.shape[-2])
+            values = 1.5 * values / np.sqrt(spec.shape[-1])
         weights[path] = values.astype(np.float32)
     return weights
 
@@ -79,17 +79,17 @@ def dense_logprobs(weights: dict[str, np.ndarray], tokens: list[int], shape: Mod
 
     x = w["embed"][tokens]
     for layer in range(shape.num_layers):
-        h = (norm(x, w["layers/attn_norm"][layer]) @ w["layers/qkv"][layer]).reshape(n, heads + 2 * kv_heads, dim)
+        h = (norm(x, w["layers/attn_norm"][layer]) @ w["layers/qkv"][layer].T).reshape(n, heads + 2 * kv_heads, dim)
         q, k, v = rotated(h[:, :heads]), rotated(h[:, heads : heads + kv_heads]), h[:, heads + kv_heads :]
         k, v = np.repeat(k, heads // kv_heads, 1), np.repeat(v, heads // kv_heads, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
         scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf
         probs = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hqk,khd->qhd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
-        x = x + attended @ w["layers/attn_out"][layer]
-        gate, up = np.split(norm(x, w["layers/mlp_norm"][layer]) @ w["layers/gate_up"][layer], 2, -1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["layers/down"][layer]
-    logits = norm(x, w["final_norm"]) @ (w["embed"].T if shape.tied_embeddings else w["lm_head"])
+        x = x + attended @ w["layers/attn_out"][layer].T
+        gate, up = np.split(norm(x, w["layers/mlp_norm"][layer]) @ w["layers/gate_up"][layer].T, 2, -1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["layers/down"][layer].T
+    logits = norm(x, w["final_norm"]) @ (w["embed"] if shape.tied_embeddings else w["lm_head"]).T
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 

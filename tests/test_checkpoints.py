@@ -119,10 +119,10 @@ def test_every_number_of_a_tiny_file_ends_up_in_its_place(tmp_path: Path) -> Non
     for layer in range(2):
         block = {name.split(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"blk.{layer}.")}
         qkv = np.concatenate([block["attn_q"][q_rows], block["attn_k"][q_rows[:16]], block["attn_v"]])
-        np.testing.assert_array_equal(weights["layers/qkv"][layer], qkv.T)
-        np.testing.assert_array_equal(weights["layers/attn_out"][layer], block["attn_output"].T)
-        np.testing.assert_array_equal(weights["layers/gate_up"][layer], np.concatenate([block["ffn_gate"], block["ffn_up"]]).T)
-        np.testing.assert_array_equal(weights["layers/down"][layer], block["ffn_down"].T)
+        np.testing.assert_array_equal(weights["layers/qkv"][layer], qkv)
+        np.testing.assert_array_equal(weights["layers/attn_out"][layer], block["attn_output"])
+        np.testing.assert_array_equal(weights["layers/gate_up"][layer], np.concatenate([block["ffn_gate"], block["ffn_up"]]))
+        np.testing.assert_array_equal(weights["layers/down"][layer], block["ffn_down"])
         np.testing.assert_array_equal(weights["layers/attn_norm"][layer], block["attn_norm"])
         np.testing.assert_array_equal(weights["layers/mlp_norm"][layer], block["ffn_norm"])
     np.testing.assert_array_equal(weights["embed"], tensors["token_embd.weight"])
@@ -134,7 +134,7 @@ def test_an_output_matrix_of_its_own_becomes_lm_head(tmp_path: Path) -> None:
     head = np.random.default_rng(9).standard_normal((5, 32), np.float32)
     checkpoint = open_tiny(tmp_path, tiny_tensors() | {"output.weight": head})
     assert not checkpoint.shape.tied_embeddings
-    np.testing.assert_array_equal(checkpoint.load_weights(np.dtype(np.float32), ignore_progress)["lm_head"], head.T)
+    np.testing.assert_array_equal(checkpoint.load_weights(np.dtype(np.float32), ignore_progress)["lm_head"], head)
 
 
 def test_weights_are_rounded_to_the_wanted_dtype_aligned_and_contiguous(tmp_path: Path) -> None:
@@ -338,12 +338,12 @@ def test_embedded_weights_equal_numbers_decoded_one_at_a_time(embedded_weights: 
     for _ in range(200):
         layer, column, index = int(rng.integers(30)), int(rng.integers(576)), int(rng.integers(64))
         stored = 2 * index if index < 32 else 2 * (index - 32) + 1
-        qkv = embedded_weights["layers/qkv"][layer, column]
+        qkv = embedded_weights["layers/qkv"][layer, :, column]
         assert qkv[5 * 64 + index] == q4_1(f"blk.{layer}.attn_q.weight", 5 * 64 + stored, column)
         assert qkv[576 + 2 * 64 + index] == q4_1(f"blk.{layer}.attn_k.weight", 2 * 64 + stored, column)
         assert qkv[576 + 192 + 64 + index] == q4_1(f"blk.{layer}.attn_v.weight", 64 + index, column)
-        assert embedded_weights["layers/gate_up"][layer, column, 1536 + index] == q4_1(f"blk.{layer}.ffn_up.weight", index, column)
-        assert embedded_weights["layers/down"][layer, 1000 + index, column] == q4_1(f"blk.{layer}.ffn_down.weight", column, 1000 + index)
+        assert embedded_weights["layers/gate_up"][layer, 1536 + index, column] == q4_1(f"blk.{layer}.ffn_up.weight", index, column)
+        assert embedded_weights["layers/down"][layer, column, 1000 + index] == q4_1(f"blk.{layer}.ffn_down.weight", column, 1000 + index)
         token = int(rng.integers(49152))
         block = tensors["token_embd.weight"].rows_host[token].tobytes()[column // 32 * 34 :][:34]
         scale, value = struct.unpack("<e", block[:2])[0], struct.unpack("<32b", block[2:])[column % 32]

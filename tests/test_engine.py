@@ -229,7 +229,8 @@ def test_a_role_compiles_its_own_programs_only() -> None:
     small = CONFIG.model_copy(update={"num_pages": 12, "max_prefill_seqs": 1, **buckets})
     prefill = make_engine(small)
     prefill.warm_up(lambda done, total, name: names.append(name), PREFILL_WORKER)
-    assert set(names) == {"history[512]", "prefill[4]", "score[4]", "greedy[1]", "sample[1]", "sample_logprobs[1]", "gather[1]", ""}
+    steps = {"prefill_begin[4]", "prefill_layers[4]", "prefill_end[4]", "score[4]"}
+    assert set(names) == {"history[512]", *steps, "greedy[1]", "sample[1]", "sample_logprobs[1]", "gather[1]", ""}
     assert prefill.compilations_after_warm_up() == 0
     prefill.install([1], np.zeros((1, SHAPE.num_layers, CONFIG.page_size, 2, SHAPE.head_dim), np.float32))
     assert prefill.compilations_after_warm_up() == 1
@@ -252,7 +253,7 @@ def test_compilations_are_counted_for_whom_they_happen() -> None:
 def test_weights_that_do_not_fit_are_named() -> None:
     weights = random_weights()
     weights["layers/down"] = weights["layers/down"][:, :, :-1]
-    with pytest.raises(ValueError, match=r"layers/down is float32\[2, 32, 23\], the model needs float32\[2, 32, 24\]"):
+    with pytest.raises(ValueError, match=r"layers/down is float32\[2, 24, 31\], the model needs float32\[2, 24, 32\]"):
         Engine(SHAPE, weights, CONFIG)
 
 

@@ -16,7 +16,10 @@ from pdjax.checkpoints import open_checkpoint
 from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.engine import Engine
-from pdjax.engine.weights import place_weights
+from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, pack_decode
+from pdjax.engine.weights import PlacedWeights, place_weights
+from pdjax.kernels.reference import ReferenceAttention
+from pdjax.models.llama import Llama
 from pdjax.models.shape import weight_specs
 from pdjax.protocol import Sampling
 from tests.engine_kit import SHAPE, random_weights
@@ -58,11 +61,37 @@ def test_weights_on_cpu_are_views_of_the_host_arrays() -> None:
     weights = {path: aligned(spec.shape) for path, spec in weight_specs(shape).items()}
     placed = place_weights(shape, weights, jnp.dtype(jnp.float32), jax.sharding.SingleDeviceSharding(jax.devices()[0]), by_layer=True)
     assert placed.ends["embed"].unsafe_buffer_pointer() == weights["embed"].ctypes.data
-    for name, stacked in placed.stacked.items():
-        host = weights[f"layers/{name}"]
-        assert stacked.unsafe_buffer_pointer() == host.ctypes.data
-        for layer, params in enumerate(placed.by_layer):
-            assert params[name].unsafe_buffer_pointer() == host[layer].ctypes.data, f"layer {layer} of {name} is a copy"
+    assert len(placed.layers) == shape.num_layers
+    for layer, params in enumerate(placed.layers):
+        for name, array in params.items():
+            host = weights[f"layers/{name}"]
+            assert array.unsafe_buffer_pointer() == host[layer].ctypes.data, f"layer {layer} of {name} is a copy"
+
+
+@pytest.mark.parametrize(("num_layers", "limit", "firsts"), [(30, 5, range(0, 30, 5)), (7, 5, range(7)), (4, 5, [0]), (8, 3, [0, 2, 4, 6])])
+def test_layers_run_in_groups_of_the_largest_equal_size_within_the_limit(num_layers: int, limit: int, firsts: list[int]) -> None:
+    groups = PlacedWeights({}, tuple({"qkv": np.array(layer)} for layer in range(num_layers))).groups(limit)
+    assert [int(group.first) for group in groups] == list(firsts)
+    assert [int(params["qkv"]) for group in groups for params in group.params] == list(range(num_layers))
+
+
+def test_stacked_layers_under_a_scan_compute_what_single_ones_do() -> None:
+    where, weights = jax.sharding.SingleDeviceSharding(jax.devices()[0]), random_weights()
+    dims = StepDimensions(page_size=4, table_pages=8, max_prefill_seqs=1, padding_slot=1)
+    pieces = make_decode(Llama(SHAPE, jnp.dtype(jnp.float32)), ReferenceAttention(), dims, 1)
+    packed = pack_decode(dims, decode_layout(dims, 1), [DecodeSeq(0, 5, 6, [1, 2], Sampling(max_tokens=1), 0)])
+    results = []
+    for by_layer in (False, True):
+        placed = place_weights(SHAPE, weights, jnp.dtype(jnp.float32), where, by_layer)
+        x, rows = pieces.begin(placed.ends, jnp.zeros(2, jnp.int32), packed)
+        pool = jnp.zeros((SHAPE.num_layers, 4, dims.page_size, 2 * SHAPE.num_kv_heads, SHAPE.head_dim))
+        for group in placed.groups(1):
+            x, pool = jax.jit(pieces.layers)(group.params, group.first, x, pool, rows)
+        results.append((x, pool))
+    (stacked_x, stacked_pool), (single_x, single_pool) = results
+    assert float(jnp.abs(single_pool[1]).max()) > 0
+    np.testing.assert_allclose(stacked_x, single_x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(stacked_pool, single_pool, rtol=1e-5, atol=1e-5)
 
 
 def test_missing_and_unknown_weights_are_named() -> None:

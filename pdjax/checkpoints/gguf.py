@@ -19,22 +19,20 @@ _Kind = TypeVar("_Kind", int, float, str, list)
 _CONTROL_TOKEN = 3
 _USER_DEFINED_TOKEN = 4
 _ALIGNMENT_BYTES = 64
-_CHUNK_ROWS = 128  # a chunk of expanded rows stays in the L2 cache until its transpose has been written
+_CHUNK_ROWS = 128  # a chunk of expanded rows stays in the L2 cache until it has been written to its place
 
 
 class _Part(NamedTuple):
-    """Where one tensor of the file goes: columns [column, column + rows of the tensor) of `weights[path][layer]`.
+    """Where one tensor of the file goes: to `weights[path][layer]`, from row `first_row` on.
 
-    `is_transposed` False: rows to rows, for vectors and the embedding. `rotary_heads` is set where rows are permuted for
-    interleaved rotary embedding.
+    `rotary_heads` is set where rows are permuted for interleaved rotary embedding.
     """
 
     tensor: str
     shape: tuple[int, ...]
     path: str
     layer: int | None = None
-    column: int = 0
-    is_transposed: bool = True
+    first_row: int = 0
     rotary_heads: int | None = None
 
 
@@ -90,37 +88,32 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _place(tensor: GgufTensor, part: _Part, target: np.ndarray) -> None:
-    """Expand `tensor` into its columns (or rows) of `target` [in, out], [rows, columns] or [columns]."""
+    """Expand `tensor` into its rows of `target`, [rows, columns] or [columns]."""
     rows = tensor.rows_host
-    if not part.is_transposed:
-        target = target.reshape(rows.shape[0], -1)
+    target = np.atleast_2d(target)[part.first_row :]
     order = None if part.rotary_heads is None else split_rotary_order(rows.shape[0], part.rotary_heads)
     for start in range(0, rows.shape[0], _CHUNK_ROWS):
         end = min(start + _CHUNK_ROWS, rows.shape[0])
         chunk = rows[start:end] if order is None else rows[order[start:end]]
-        values = expand_rows(chunk, tensor.kind)
-        if part.is_transposed:
-            target[:, part.column + start : part.column + end] = values.T
-        else:
-            target[start:end] = values
+        target[start:end] = expand_rows(chunk, tensor.kind)
 
 
 def _parts_of(shape: ModelShape) -> Iterator[_Part]:
     embed, ffn = shape.embed_dim, shape.ffn_dim
     q_dim, kv_dim = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield _Part("token_embd.weight", (shape.vocab_size, embed), "embed", is_transposed=False)
+    yield _Part("token_embd.weight", (shape.vocab_size, embed), "embed")
     for layer in range(shape.num_layers):
         block = f"blk.{layer}."
-        yield _Part(f"{block}attn_norm.weight", (embed,), "layers/attn_norm", layer, is_transposed=False)
+        yield _Part(f"{block}attn_norm.weight", (embed,), "layers/attn_norm", layer)
         yield _Part(f"{block}attn_q.weight", (q_dim, embed), "layers/qkv", layer, rotary_heads=shape.num_heads)
         yield _Part(f"{block}attn_k.weight", (kv_dim, embed), "layers/qkv", layer, q_dim, rotary_heads=shape.num_kv_heads)
         yield _Part(f"{block}attn_v.weight", (kv_dim, embed), "layers/qkv", layer, q_dim + kv_dim)
         yield _Part(f"{block}attn_output.weight", (embed, q_dim), "layers/attn_out", layer)
-        yield _Part(f"{block}ffn_norm.weight", (embed,), "layers/mlp_norm", layer, is_transposed=False)
+        yield _Part(f"{block}ffn_norm.weight", (embed,), "layers/mlp_norm", layer)
         yield _Part(f"{block}ffn_gate.weight", (ffn, embed), "layers/gate_up", layer)
         yield _Part(f"{block}ffn_up.weight", (ffn, embed), "layers/gate_up", layer, ffn)
         yield _Part(f"{block}ffn_down.weight", (embed, ffn), "layers/down", layer)
-    yield _Part("output_norm.weight", (embed,), "final_norm", is_transposed=False)
+    yield _Part("output_norm.weight", (embed,), "final_norm")
     if not shape.tied_embeddings:
         yield _Part("output.weight", (shape.vocab_size, embed), "lm_head")
 

@@ -22,8 +22,8 @@ from pdjax.engine.library import Library
 from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
-from pdjax.engine.steps import pack_decode, pack_prefill, pack_scores
-from pdjax.engine.weights import Placement
+from pdjax.engine.steps import Rows, pack_decode, pack_prefill, pack_scores
+from pdjax.engine.weights import LayerGroup, Placement
 from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
 from pdjax.protocol import MAX_TOP_LOGPROBS
@@ -97,15 +97,15 @@ class Engine:
         sampled = [i for i, seq in enumerate(seqs) if seq.output_index is not None]
         packed = pack_prefill(self._library.prefill_layouts[size], seqs, sampled)
         with self._counter.attributed():
-            weights, state = self._library.weights, self._state
-            program = self._programs[ProgramKey("prefill", size)]
-            pool, hidden, first_hidden, all_rows = program(weights.ends, weights.stacked, state.pool, packed)
-            self._state = replace(state, pool=pool)
+            ends = self._library.weights.ends
+            x, rows = self._programs[ProgramKey("prefill_begin", size)](ends, packed)
+            x = self._run_layers(ProgramKey("prefill_layers", size), self._library.prefill_groups, x, rows)
+            hidden, first_hidden = self._programs[ProgramKey("prefill_end", size)](ends, x, packed)
             handle = StepHandle(len(seqs), [], None, hidden)
             if sampled:
-                rows = [SamplerRow(seqs[i].slot, seqs[i].sampling, seqs[i].output_index or 0) for i in sampled]
-                handle = self._sample(len(seqs), sampled, first_hidden if len(rows) == 1 else hidden, rows)
-            return self._with_scores(handle, seqs, all_rows)
+                drawn = [SamplerRow(seqs[i].slot, seqs[i].sampling, seqs[i].output_index or 0) for i in sampled]
+                handle = self._sample(len(seqs), sampled, first_hidden if len(drawn) == 1 else hidden, drawn)
+            return self._with_scores(handle, seqs, x)
 
     def launch_decode(self, seqs: Sequence[DecodeSeq]) -> StepHandle:
         """Compute one token's KV of each sequence and sample the next token of each."""
@@ -115,12 +115,12 @@ class Engine:
         size = _bucket(self.config.decode_buckets, len(seqs))
         packed = pack_decode(self._library.dims, self._library.decode_layouts[size], seqs)
         with self._counter.attributed():
-            library, state = self._library, self._state
-            program = self._programs[ProgramKey("decode", size)]
-            pool, hidden = program(library.weights.ends, library.decode_layers(size), state.pool, state.last_token, packed)
-            self._state = replace(state, pool=pool)
-            rows = [SamplerRow(seq.slot, seq.sampling, seq.output_index) for seq in seqs]
-            return self._sample(len(seqs), list(range(len(seqs))), hidden, rows)
+            ends = self._library.weights.ends
+            x, rows = self._programs[ProgramKey("decode_begin", size)](ends, self._state.last_token, packed)
+            x = self._run_layers(ProgramKey("decode_layers", size), self._library.decode_groups, x, rows)
+            hidden = self._programs[ProgramKey("decode_end", size)](ends, x)
+            drawn = [SamplerRow(seq.slot, seq.sampling, seq.output_index) for seq in seqs]
+            return self._sample(len(seqs), list(range(len(seqs))), hidden, drawn)
 
     def read(self, handle: StepHandle) -> StepOutput:
         """Wait for a step and bring its results to the host. Raises what JAX raises where the step failed."""
@@ -187,7 +187,7 @@ class Engine:
 
     def _sample(self, num_seqs: int, indices: list[int], hidden: jax.Array, rows: list[SamplerRow]) -> StepHandle:
         """Launch the cheapest sampler that does what all of `rows` ask for."""
-        size, state, ends = hidden.shape[0], self._state, self._library.weights.ends
+        size, state, ends = hidden.shape[1], self._state, self._library.weights.ends
         if all(row.is_plain_greedy for row in rows):
             slots = np.full(size, self._library.dims.padding_slot, np.int32)
             slots[: len(rows)] = [row.slot for row in rows]
@@ -200,12 +200,20 @@ class Engine:
         self._state = replace(state, last_token=last_token, history=history)
         return _in_flight(num_seqs, indices, sampled)
 
+    def _run_layers(self, key: ProgramKey, groups: list[LayerGroup], x: jax.Array, rows: Rows) -> jax.Array:
+        """Run the groups in order over x [E, T] and the pool, which each takes over from the one before it. Returns x [E, T]."""
+        program, pool = self._programs[key], self._state.pool
+        for group in groups:
+            x, pool = program(group.params, group.first, x, pool, rows)
+        self._state = replace(self._state, pool=pool)
+        return x
+
     def _with_scores(self, handle: StepHandle, seqs: Sequence[PrefillSeq], rows: jax.Array) -> StepHandle:
-        """Launch the scoring of what `seqs` ask for, a block of `rows` [T, E] at a time."""
+        """Launch the scoring of what `seqs` ask for, a block of `rows` [E, T] at a time."""
         num_scored = sum(len(seq.targets) for seq in seqs)
         if not num_scored:
             return handle
-        program, ends = self._programs[ProgramKey("score", rows.shape[0])], self._library.weights.ends
+        program, ends = self._programs[ProgramKey("score", rows.shape[1])], self._library.weights.ends
         scored = [program(ends, rows, packed) for packed in pack_scores(seqs)]
         for block in scored:
             for array in block:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,20 @@ from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
-from pdjax.engine.steps import SCORE_LAYOUT, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
-from pdjax.engine.weights import LayerParams, Placement, as_sharding, place_weights
+from pdjax.engine.steps import SCORE_LAYOUT, Pieces, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
+from pdjax.engine.weights import LayerGroup, Placement, as_sharding, place_weights
 from pdjax.kernels.base import Attention
 from pdjax.kernels.dispatch import choose_attention
 from pdjax.models.llama import Llama, Params
 from pdjax.models.shape import ModelShape
 
-_UNROLLED_DECODE_MAX_BATCH = {"cpu": 1}
-"""Largest decode batch whose layers are unrolled, by platform; 0 elsewhere. On CPU a scan copies each layer's weights: measured with
-SmolLM2-135M in float32 on 2 cores, a step of one took 51 ms scanned and 31 ms unrolled, a step of two 67 and 56, of eight 87 and 77.
-Unrolled costs 4-6 s of compilation a shape in place of one."""
+_CPU_PREFILL_GROUP = 1
+_CPU_DECODE_GROUP = 5
+"""Layers that one program runs on CPU, unrolled. More of them save calls, of about 50 us each, and cost time to compile. Elsewhere one
+program scans over all layers."""
+
+_PREFILL_STEP = ("prefill_begin", "prefill_layers", "prefill_end")
+_DECODE_STEP = ("decode_begin", "decode_layers", "decode_end")
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -46,8 +50,9 @@ class Library:
         self.sharding = as_sharding(placement)
         self._config = config
         platform = next(iter(self.sharding.device_set)).platform
-        self._unrolled_max = _UNROLLED_DECODE_MAX_BATCH.get(platform, 0)
-        self.weights = place_weights(shape, weights, dtype, self.sharding, by_layer=self._unrolled_max > 0)
+        self.weights = place_weights(shape, weights, dtype, self.sharding, by_layer=platform == "cpu")
+        self.prefill_groups = self.weights.groups(_CPU_PREFILL_GROUP)
+        self.decode_groups = self.weights.groups(_CPU_DECODE_GROUP)
         self.dims = StepDimensions(
             page_size=config.page_size,
             table_pages=min(-(-shape.max_context_tokens // config.page_size), config.num_pages),
@@ -75,17 +80,13 @@ class Library:
         """A fresh pool, on the device."""
         return jax.jit(self._make_state, out_shardings=self.sharding)()
 
-    def decode_layers(self, size: int) -> LayerParams:
-        """The form of the layers' weights that the decode program of this size takes."""
-        return self.weights.by_layer if size <= self._unrolled_max else self.weights.stacked
-
     def keys(self, programs: Programs) -> list[ProgramKey]:
         """Every program of the groups, decode first: a prefill worker started beside a decode worker then fills the compile cache
         with what the latter comes to last."""
         keys: dict[ProgramKey, None] = {ProgramKey("history", HISTORY_CHUNK_TOKENS): None}
         for group, names, sizes in (
-            (Programs.DECODE, ("decode", "greedy", "sample", "sample_logprobs"), self._config.decode_buckets),
-            (Programs.PREFILL, ("prefill", "score"), self._config.prefill_buckets),
+            (Programs.DECODE, (*_DECODE_STEP, "greedy", "sample", "sample_logprobs"), self._config.decode_buckets),
+            (Programs.PREFILL, (*_PREFILL_STEP, "score"), self._config.prefill_buckets),
             (Programs.PREFILL, ("greedy", "sample", "sample_logprobs"), self._sampler_sizes[Programs.PREFILL]),
             (Programs.GATHER, ("gather",), self._config.transfer_buckets),
             (Programs.INSTALL, ("install",), self._config.transfer_buckets),
@@ -97,9 +98,9 @@ class Library:
     def lowered(self) -> dict[ProgramKey, Lower]:
         """How to trace each program of every group."""
         makers: dict[str, Callable[[int], jax.stages.Lowered]] = {
-            "prefill": self._lower_prefill,
+            **{name: partial(self._lower_prefill, name) for name in _PREFILL_STEP},
+            **{name: partial(self._lower_decode, name) for name in _DECODE_STEP},
             "score": self._lower_score,
-            "decode": self._lower_decode,
             "greedy": self._lower_greedy,
             "sample": self._lower_sample,
             "sample_logprobs": self._lower_sample_logprobs,
@@ -109,18 +110,30 @@ class Library:
         }
         return {key: partial(makers[key.name], key.size) for key in self.keys(ALL_PROGRAMS)}
 
-    def _lower_prefill(self, size: int) -> jax.stages.Lowered:
-        step = jax.jit(make_prefill(self._model, self._attention, self.dims, size), donate_argnums=2)
-        return step.lower(self.weights.ends, self.weights.stacked, self._state.pool, self.prefill_layouts[size].abstract())
+    def _lower_prefill(self, name: str, size: int) -> jax.stages.Lowered:
+        packed = self.prefill_layouts[size].abstract()
+        pieces = make_prefill(self._model, self._attention, self.dims, size)
+        if name == "prefill_begin":
+            return jax.jit(pieces.begin).lower(self.weights.ends, packed)
+        if name == "prefill_layers":
+            return self._lower_layers(pieces, self.prefill_groups[0], self.weights.ends, packed)
+        return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size), packed)
+
+    def _lower_decode(self, name: str, size: int) -> jax.stages.Lowered:
+        pieces = make_decode(self._model, self._attention, self.dims, size)
+        to_begin = (self.weights.ends, self._state.last_token, self.decode_layouts[size].abstract())
+        if name == "decode_begin":
+            return jax.jit(pieces.begin).lower(*to_begin)
+        if name == "decode_layers":
+            return self._lower_layers(pieces, self.decode_groups[0], *to_begin)
+        return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size))
+
+    def _lower_layers(self, pieces: Pieces, group: LayerGroup, *to_begin: Any) -> jax.stages.Lowered:
+        x, rows = jax.eval_shape(pieces.begin, *to_begin)
+        return jax.jit(pieces.layers, donate_argnums=(2, 3)).lower(group.params, group.first, x, self._state.pool, rows)
 
     def _lower_score(self, size: int) -> jax.stages.Lowered:
         return jax.jit(make_score(self._model)).lower(self.weights.ends, self._hidden(size), SCORE_LAYOUT.abstract())
-
-    def _lower_decode(self, size: int) -> jax.stages.Lowered:
-        run_layers = self._model.unrolled if size <= self._unrolled_max else self._model.scanned
-        step = jax.jit(make_decode(self._model, self._attention, self.dims, size, run_layers), donate_argnums=2)
-        state = self._state
-        return step.lower(self.weights.ends, self.decode_layers(size), state.pool, state.last_token, self.decode_layouts[size].abstract())
 
     def _lower_greedy(self, size: int) -> jax.stages.Lowered:
         def sample_greedily(ends: Params, last_token: jax.Array, hidden: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -176,4 +189,4 @@ class Library:
         return jax.jit(install_pages, donate_argnums=0).lower(pool, jax.ShapeDtypeStruct((size,), jnp.int32), chunk)
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, self._model.shape.embed_dim), self._state.pool.dtype)
+        return jax.ShapeDtypeStruct((self._model.shape.embed_dim, size), self._state.pool.dtype)

@@ -17,17 +17,13 @@ from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.sampling import log_probabilities
 from pdjax.engine.weights import LayerParams
-from pdjax.kernels.base import Attention, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import Attend, Attention, DecodeBatch, PrefillBatch
 from pdjax.models.llama import Llama, Params, Step, rotary_tables
 
 SCORE_BLOCK_ROWS = 64
 """Rows of a prompt that are scored at a time. Their logits exist together: 13 MB with a vocabulary of 49,152."""
 
 SCORE_LAYOUT = PackedLayout({"rows": Field((SCORE_BLOCK_ROWS,)), "targets": Field((SCORE_BLOCK_ROWS,))})
-
-RunLayers = Callable[[LayerParams, jax.Array, jax.Array, Step], tuple[jax.Array, jax.Array]]
-"""(layers, x [T, E], pool, step) -> (x, pool): `Llama.scanned` with stacked weights or `Llama.unrolled` with each layer's."""
-
 
 class StepDimensions(NamedTuple):
     """Static sizes that all steps of an engine share."""
@@ -91,27 +87,88 @@ def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: Sequence[Decod
     return flat
 
 
-def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Build the prefill step for `num_rows` tokens: (ends, stacked layers, pool, packed) -> (pool, hidden, first hidden, rows).
+class Rows(NamedTuple):
+    """What the layers need to know about the T token rows of a step; `pdjax.models.llama.Step` with the attention still to be made."""
 
-    Hidden states are those of the sampled rows, [max_prefill_seqs, E], and of the first of them alone, [1, E]. `rows`: output of the last
-    layer, [num_rows, E], not yet normed.
+    cos: jax.Array
+    sin: jax.Array
+    pages: jax.Array
+    offsets: jax.Array
+    batch: PrefillBatch | DecodeBatch
+
+
+class Pieces(NamedTuple):
+    """The programs of one step, to be run one after the other; `layers` once for each group of layers, in order.
+
+    A step is not one program because of CPUs: unrolled, 30 layers take seconds to compile for each bucket, and scanned, each layer's
+    weights are copied before they are used.
+    """
+
+    begin: Callable[..., tuple[jax.Array, Rows]]
+    layers: Callable[[LayerParams, jax.Array, jax.Array, jax.Array, Rows], tuple[jax.Array, jax.Array]]
+    """(weights of the group, its first layer, x [E, T], pool, rows) -> (x, pool)"""
+    end: Callable[..., tuple[jax.Array, ...]]
+
+
+def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Pieces:
+    """The prefill step for `num_rows` tokens: begin(ends, packed), layers, end(ends, x, packed) -> (hidden, first hidden).
+
+    Hidden states are those of the sampled rows, [E, max_prefill_seqs], and of the first of them alone, [E, 1].
     """
     layout = prefill_layout(dims, num_rows)
 
-    def prefill(ends_params: Params, layers: Params, pool: jax.Array, packed: jax.Array) -> tuple[jax.Array, ...]:
+    def prefill_begin(ends_params: Params, packed: jax.Array) -> tuple[jax.Array, Rows]:
         host = layout.read(packed)
         batch = PrefillBatch(host["tables"], host["first_rows"], host["starts"], host["lengths"])
         sequences, positions, is_real = _row_owners(batch, num_rows)
         pages = jnp.where(is_real, batch.tables[sequences, positions // dims.page_size], 0)
-        cos, sin = rotary_tables(positions, model.shape)
-        step = Step(cos, sin, pages, positions % dims.page_size, attention.prefill(batch, num_rows))
-        ends = model.ends(ends_params)
-        x, pool = model.scanned(layers, ends.embedded(host["tokens"]), pool, step)
-        hidden = ends.normed(x[host["sampled_rows"]])
-        return pool, hidden, hidden[:1], x
+        rows = Rows(*rotary_tables(positions, model.shape), pages, positions % dims.page_size, batch)
+        return model.ends(ends_params).embedded(host["tokens"]), rows
 
-    return prefill
+    def prefill_end(ends_params: Params, x: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = model.ends(ends_params).normed(x[:, layout.read(packed)["sampled_rows"]])
+        return hidden, hidden[:, :1]
+
+    return Pieces(prefill_begin, _layers(model, lambda batch: attention.prefill(batch, num_rows)), prefill_end)
+
+
+def make_decode(model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int) -> Pieces:
+    """The decode step for `num_seqs` sequences: begin(ends, last_token, packed), layers, end(ends, x) -> hidden [E, num_seqs]."""
+    layout = decode_layout(dims, num_seqs)
+
+    def decode_begin(ends_params: Params, last_token: jax.Array, packed: jax.Array) -> tuple[jax.Array, Rows]:
+        host = layout.read(packed)
+        positions, tables = host["positions"], host["tables"]
+        tokens = jnp.where(host["is_on_device"] > 0, last_token[host["slots"]], host["tokens"])
+        pages = tables[jnp.arange(num_seqs), positions // dims.page_size]
+        rows = Rows(*rotary_tables(positions, model.shape), pages, positions % dims.page_size, DecodeBatch(tables, positions + 1))
+        return model.ends(ends_params).embedded(tokens), rows
+
+    def decode_end(ends_params: Params, x: jax.Array) -> jax.Array:
+        return model.ends(ends_params).normed(x)
+
+    return Pieces(decode_begin, _layers(model, attention.decode), decode_end)
+
+
+def _layers(model: Llama, attend: Callable[..., Attend]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def layers(
+        params: LayerParams, first: jax.Array, x: jax.Array, pool: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, jax.Array]:
+        step = Step(rows.cos, rows.sin, rows.pages, rows.offsets, attend(rows.batch))
+        if isinstance(params, dict):
+            return model.scanned(params, x, pool, first, step)
+        return model.unrolled(params, x, pool, first, step)
+
+    return layers
+
+
+def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each row: its sequence, its position (0 for padding rows), and whether it belongs to a sequence at all."""
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    ends = batch.first_rows + batch.lengths
+    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right", method="compare_all"), ends.shape[0] - 1)
+    is_real = rows < ends[-1]
+    return sequences, jnp.where(is_real, batch.starts[sequences] + rows - batch.first_rows[sequences], 0), is_real
 
 
 def pack_scores(seqs: Sequence[PrefillSeq]) -> list[np.ndarray]:
@@ -135,43 +192,12 @@ def pack_scores(seqs: Sequence[PrefillSeq]) -> list[np.ndarray]:
 
 
 def make_score(model: Llama) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """Build the program that scores one block of a prefill step's rows: (ends, rows [T, E], packed) -> `log_probabilities` of the
+    """Build the program that scores one block of a prefill step's rows: (ends, rows [E, T], packed) -> `log_probabilities` of the
     targets, [SCORE_BLOCK_ROWS, ...]."""
 
     def score(ends_params: Params, rows: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         host = SCORE_LAYOUT.read(packed)
         ends = model.ends(ends_params)
-        return log_probabilities(ends.logits(ends.normed(rows[host["rows"]])), host["targets"])
+        return log_probabilities(ends.logits(ends.normed(rows[:, host["rows"]])), host["targets"])
 
     return score
-
-
-def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each row: its sequence, its position (0 for padding rows), and whether it belongs to a sequence at all."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    ends = batch.first_rows + batch.lengths
-    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right", method="compare_all"), ends.shape[0] - 1)
-    is_real = rows < ends[-1]
-    return sequences, jnp.where(is_real, batch.starts[sequences] + rows - batch.first_rows[sequences], 0), is_real
-
-
-def make_decode(
-    model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int, run_layers: RunLayers
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Build the decode step for `num_seqs` sequences: (ends, layers, pool, last_token, packed) -> (pool, hidden)."""
-    layout = decode_layout(dims, num_seqs)
-
-    def decode(
-        ends_params: Params, layers: LayerParams, pool: jax.Array, last_token: jax.Array, packed: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        host = layout.read(packed)
-        positions, tables = host["positions"], host["tables"]
-        tokens = jnp.where(host["is_on_device"] > 0, last_token[host["slots"]], host["tokens"])
-        pages = tables[jnp.arange(num_seqs), positions // dims.page_size]
-        cos, sin = rotary_tables(positions, model.shape)
-        step = Step(cos, sin, pages, positions % dims.page_size, attention.decode(DecodeBatch(tables, positions + 1)))
-        ends = model.ends(ends_params)
-        x, pool = run_layers(layers, ends.embedded(tokens), pool, step)
-        return pool, ends.normed(x)
-
-    return decode

@@ -37,23 +37,23 @@ class WeightSpec(NamedTuple):
 
 
 def weight_specs(shape: ModelShape) -> dict[str, WeightSpec]:
-    """Describe every weight once, by path. Matrices are stored [in, out]; layers are stacked on a leading axis.
+    """Describe every weight once, by path. Matrices are stored [out, in]; layers are stacked on a leading axis.
 
-    `layers/qkv` holds the columns of q, k and v in this order, `layers/gate_up` those of gate and up. Rotary embedding pairs
-    column i of a head with column i + head_dim / 2. `lm_head` exists only where embeddings are not tied.
+    `layers/qkv` holds the rows of q, k and v in this order, `layers/gate_up` those of gate and up. Rotary embedding pairs
+    row i of a head with row i + head_dim / 2. `lm_head` exists only where embeddings are not tied.
     """
     layers, embed, ffn = shape.num_layers, shape.embed_dim, shape.ffn_dim
     q_dim, kv_dim = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     specs = {
         "embed": WeightSpec((shape.vocab_size, embed), ("vocab", "embed")),
         "layers/attn_norm": WeightSpec((layers, embed), ("layers", "embed")),
-        "layers/qkv": WeightSpec((layers, embed, q_dim + 2 * kv_dim), ("layers", "embed", "qkv")),
-        "layers/attn_out": WeightSpec((layers, q_dim, embed), ("layers", "heads", "embed")),
+        "layers/qkv": WeightSpec((layers, q_dim + 2 * kv_dim, embed), ("layers", "qkv", "embed")),
+        "layers/attn_out": WeightSpec((layers, embed, q_dim), ("layers", "embed", "heads")),
         "layers/mlp_norm": WeightSpec((layers, embed), ("layers", "embed")),
-        "layers/gate_up": WeightSpec((layers, embed, 2 * ffn), ("layers", "embed", "ffn")),
-        "layers/down": WeightSpec((layers, ffn, embed), ("layers", "ffn", "embed")),
+        "layers/gate_up": WeightSpec((layers, 2 * ffn, embed), ("layers", "ffn", "embed")),
+        "layers/down": WeightSpec((layers, embed, ffn), ("layers", "embed", "ffn")),
         "final_norm": WeightSpec((embed,), ("embed",)),
     }
     if not shape.tied_embeddings:
-        specs["lm_head"] = WeightSpec((embed, shape.vocab_size), ("embed", "vocab"))
+        specs["lm_head"] = WeightSpec((shape.vocab_size, embed), ("vocab", "embed"))
     return specs

@@ -20,7 +20,6 @@ from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.rotation import Rotation
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
-
 LOOKS_A_PASS = 32
 """Waiting requests that are looked at although nothing is known to have happened to them."""
 
