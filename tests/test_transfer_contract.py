@@ -648,7 +648,6 @@ def test_a_transfer_is_timed_from_acceptance_and_its_speed_leaves_out_prefills_c
     rig.until(lambda: all(counts.rooms_succeeded == 1 for counts in rig.counts()))
     for counts in rig.counts():
         assert counts.transfer_s_total == 7.5 and counts.busy_s_total == 0.0
-        assert [(room.transfer_s, room.num_bytes) for room in counts.recent] == [(7.5, 2 * 3 * 4 * 4 * 8 * 4)]
 
 
 def test_a_room_that_fails_is_no_transfer(rig: Rig) -> None:

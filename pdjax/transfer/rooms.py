@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     """A snapshot of what a transport has done since it was made. Bytes are payload.
 
     `host_copy_s`: thread time of device to host and checksum (sender), of verification and host to device (receiver).
-    `rooms_succeeded`, `transfer_s_total`, `busy_s_total`: the sums over all rooms that ended in SUCCESS; `recent`: the last of them.
+    `rooms_succeeded`, `transfer_s_total`, `busy_s_total`: the sums over all rooms that ended in SUCCESS.
     `bytes_offered`: registered with a device-to-device library and not yet fetched, at this moment. `chunks_withdrawn`: taken back from
     it because their room had ended.
     """
@@ -70,13 +70,8 @@ class Counts(NamedTuple):
     rooms_succeeded: int = 0
     transfer_s_total: float = 0.0
     busy_s_total: float = 0.0
-    recent: tuple[RoomTransfer, ...] = ()
     bytes_offered: int = 0
     chunks_withdrawn: int = 0
-
-
-MAX_RECENT = 256
-"""Rooms whose transfers are remembered one by one: enough for percentiles between two looks at a metrics page."""
 
 
 class Counters:
@@ -89,7 +84,6 @@ class Counters:
         self._host_copy_s = 0.0
         self._transfer_s = 0.0
         self._busy_s = 0.0
-        self._recent: collections.deque[RoomTransfer] = collections.deque(maxlen=MAX_RECENT)
 
     def opened(self) -> None:
         with self._lock:
@@ -118,7 +112,6 @@ class Counters:
             self._totals["rooms_succeeded"] += 1
             self._transfer_s += transfer.transfer_s
             self._busy_s += transfer.busy_s
-            self._recent.append(transfer)
 
     def offered(self, num_bytes: int) -> None:
         with self._lock:
@@ -146,7 +139,6 @@ class Counters:
                 rooms_succeeded=self._totals["rooms_succeeded"],
                 transfer_s_total=self._transfer_s,
                 busy_s_total=self._busy_s,
-                recent=tuple(self._recent),
                 bytes_offered=self._totals["bytes_offered"],
                 chunks_withdrawn=self._totals["chunks_withdrawn"],
             )

@@ -30,7 +30,7 @@ def prefill_gauges(scheduler: PrefillScheduler, transfer: Counts, page_bytes: in
         **_held(scheduler.slots, scheduler.metadata, scheduler.memory),
         **_stages(totals),
         **_labelled("kv_pages_handed_over_total", "when", sent_pages),
-        **_labelled("kv_rooms_failed_total", "kind", _failures(transfer)),
+        **_rooms(transfer),
         **_labelled("cached_tokens_total", "tier", {"device": counts.cached_tokens}),
         "prompt_tokens_total": counts.prompt_tokens,
         "optimistic_retries_total": counts.retries,
@@ -47,7 +47,7 @@ def decode_gauges(scheduler: DecodeScheduler, transfer: Counts) -> Gauges:
         **_labelled("queue_length", "queue", scheduler.queue_lengths()),
         **_held(scheduler.slots, scheduler.metadata, scheduler.memory),
         **_stages(scheduler.recorder.totals),
-        **_labelled("kv_rooms_failed_total", "kind", _failures(transfer)),
+        **_rooms(transfer),
         "retractions_total": scheduler.num_retractions,
         "kv_bytes_received_total": transfer.bytes_received,
         "kv_chunks_received_total": transfer.chunks_received,
@@ -73,9 +73,14 @@ def _stages(totals: Totals) -> Gauges:
     }
 
 
-def _failures(transfer: Counts) -> dict[str, int]:
-    """Every kind, so that a counter starts at 0 and its first failure is a rise."""
-    return {kind.value: transfer.failures.get(kind.value, 0) for kind in FailureKind}
+def _rooms(transfer: Counts) -> Gauges:
+    """Failures of every kind, so that a counter starts at 0 and its first failure is a rise."""
+    return {
+        **_labelled("kv_rooms_failed_total", "kind", {kind.value: transfer.failures.get(kind.value, 0) for kind in FailureKind}),
+        "kv_rooms_succeeded_total": transfer.rooms_succeeded,
+        "kv_transfer_seconds_total": transfer.transfer_s_total,
+        "kv_busy_seconds_total": transfer.busy_s_total,
+    }
 
 
 def _labelled(name: str, label: str, values: Mapping[str, float]) -> Gauges:
