@@ -14,7 +14,7 @@ import xxhash
 
 from pdjax.config.load import load_config
 from tests.goldens import load_goldens
-from tests.live import MODEL, SETTINGS, WINDOW, BrokenStream, Client, Served, check_idle, free_port, serving, vocabulary, wait_until
+from tests.live import MODEL, WINDOW, BrokenStream, Client, Served, check_idle, free_port, serving, vocabulary, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -22,7 +22,7 @@ GOLDENS = {golden.name: golden for golden in load_goldens()}
 FORCE_RETRY, FAILURE = "PDJAX_TEST_FORCE_RETRY_PROB", "PDJAX_TEST_FAILURE_PROB"
 PROBABILITY = 0.1
 MAX_ROUNDS = 20
-"""Each of the rounds names one of its requests at least with a probability of 0.7, so all but one in 10^10 runs need fewer."""
+"""Each of the rounds names one of its requests at least with a probability of 0.6, so all but one in 10^8 runs need fewer."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 GREEDY = [
     Case(name, GOLDENS[name].prompt_ids, {"temperature": 0}, GOLDENS[name].output_ids)
-    for name in ("tokens-511", "tokens-513", "chat-capital", "chat-emoji", "story", "one-word", "tokens-15", "tokens-17", "russian", "digits")
+    for name in ("tokens-511", "tokens-513", "chat-capital", "chat-emoji", "story", "one-word", "tokens-17", "digits")
 ]
 SAMPLED = [
     Case("sampled", GOLDENS["story"].prompt_ids, {"temperature": 0.9, "top_p": 0.95, "seed": 3, "ignore_eos": True}, None),
@@ -192,7 +192,7 @@ def test_senders_that_fail_at_random_cost_attempts_and_no_answer(live_folder: Pa
     """The router tries again, at last on decode alone. With one attempt a request may fail; it does so in OpenAI's shape."""
     with ExitStack() as stack:
         failing = Failing(live_folder, stack)
-        client = failing.route(max_attempts=SETTINGS.get("router.max_attempts", 4))
+        client = failing.route(max_attempts=4)
         check_replies(round_of(client), plain)
         assert client.sample("pdjax_router_failed_attempts_total") > 0
         check_idle(client)

@@ -17,7 +17,7 @@ GOLDENS = {golden.name: golden for golden in load_goldens()}
 LONG, SOURCE = GOLDENS["tokens-513"], GOLDENS["long"].prompt_ids
 NUM_STREAMS = 50
 PROMPT_TOKENS = 16
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 SLOTS = NUM_STREAMS + 2
 """The long prompt finds a slot at once, whatever the streams do."""
 CHUNK = 64

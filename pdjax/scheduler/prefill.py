@@ -66,7 +66,8 @@ class PrefillScheduler:
         self.metadata = metadata
         self.bootstrap = bootstrap
         self.limits = limits
-        self._line = WaitingLine()
+        # With `drop_on_miss` a lost forward is worth what stays of it in the tree; half of the pool is for those that are bootstrapped.
+        self._line = WaitingLine(memory.pool.total // 2 if limits.drop_on_miss else memory.pool.total)
         self._outgoing: dict[str, Outgoing] = {}
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
@@ -129,6 +130,7 @@ class PrefillScheduler:
 
     def handle_bootstrap_failure(self, ticket: Ticket, kind: str, message: str) -> None:
         """The end of a request that is in no queue any more: its room fails, its slot is free, its stream hears why."""
+        self._line.is_ahead_no_more(ticket)
         ticket.sender.fail(message)
         self.bootstrap.maybe_release_metadata_buffer(ticket)
         self._deadlines.remove(ticket.request_id)
@@ -151,9 +153,15 @@ class PrefillScheduler:
             self._look_at_delivery(ticket)
 
     def next_step(self) -> list[PrefillPart]:
-        """The next prefill step: first the prompts in progress, then new ones while request slots and pages last."""
+        """The next prefill step: prompts in progress before new ones, while request slots and pages last.
+
+        Whatever is bootstrapped goes before whatever is ahead of its bootstrap, which may be half computed: nobody waits for that one.
+        """
         budget = StepBudget(self.limits.max_step_tokens, self.limits.max_step_seqs)
-        parts = take_chunks(budget, (outgoing.seq for outgoing in self._outgoing.values()), self.memory.page_size)
+        parts = self._take_chunks(budget, is_bootstrapped=True)
+        while not budget.is_spent and self._line.has_ready and (seq := self._admit()):
+            parts += take_chunks(budget, [seq], self.memory.page_size)
+        parts += self._take_chunks(budget, is_bootstrapped=False)
         while not budget.is_spent and (seq := self._admit()):
             parts += take_chunks(budget, [seq], self.memory.page_size)
         now_s = self.recorder.now_s()
@@ -219,10 +227,15 @@ class PrefillScheduler:
         assert self.metadata.num_held == rows, f"{self.metadata.num_held} metadata slots held by {rows} sequences"
         assert self._outgoing or not self._sending.holding.num_pages, f"{self._sending.holding.num_pages} gathered pages are held for nobody"
 
+    def _take_chunks(self, budget: StepBudget, is_bootstrapped: bool) -> list[PrefillPart]:
+        """Of the prompts in progress that are bootstrapped, or of those that are not."""
+        seqs = [outgoing.seq for outgoing in self._outgoing.values() if outgoing.ticket.is_bootstrapped == is_bootstrapped]
+        return take_chunks(budget, seqs, self.memory.page_size)
+
     def _admit(self) -> Computing | None:
-        """Move the head of the line to outgoing; None where it has to wait for a slot or for pages."""
+        """Move the head of the line to outgoing; None where it has to wait for a slot, for pages or for those that are ahead."""
         ticket = self._line.head()
-        if ticket is None:
+        if ticket is None or not self._line.may_go_ahead(ticket, self.memory.pages_for(len(ticket.request.prompt))):
             return None
         seq = self._start(ticket)
         while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):
@@ -322,6 +335,7 @@ class PrefillScheduler:
     def _commit(self, outgoing: Outgoing, token: TokenOut) -> None:
         """Bootstrap has ended and the prompt is computed: publish its KV, tell the token, write the row."""
         ticket, request = outgoing.ticket, outgoing.ticket.request
+        self._line.is_ahead_no_more(ticket)
         self.memory.publish(outgoing.seq.lease, request.prompt)
         for message in [*prompt_messages(ticket.scored), Tokens([token])]:
             self._outcomes.add(request.request_id, message)

@@ -24,9 +24,16 @@ class Outgoing:
 
 
 class WaitingLine:
-    """Requests with a metadata slot. Those that are bootstrapped go before those that are ahead of it, retried ones before new ones."""
+    """Requests with a metadata slot. Those that are bootstrapped go before those that are ahead of it, retried ones before new ones.
 
-    def __init__(self) -> None:
+    `max_ahead_pages`: of all prompts that have gone ahead and not been told a token yet, wherever they are. If more of them were computed
+    than the prefix cache holds, each would evict what a lost forward has left of another, and all would be computed twice.
+    """
+
+    def __init__(self, max_ahead_pages: int) -> None:
+        self._max_ahead_pages = max_ahead_pages
+        self._ahead: dict[str, int] = {}
+        self._num_ahead_pages = 0
         self._ready: OrderedDict[str, Ticket] = OrderedDict()
         self._hopeful: OrderedDict[str, Ticket] = OrderedDict()
         self._looks: Rotation[Ticket] = Rotation()
@@ -45,6 +52,25 @@ class WaitingLine:
 
     def head(self) -> Ticket | None:
         return next(iter((self._ready or self._hopeful).values()), None)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether one that is bootstrapped waits."""
+        return bool(self._ready)
+
+    def may_go_ahead(self, ticket: Ticket, num_pages: int) -> bool:
+        """Whether `ticket` may be computed now. One that is not bootstrapped counts as ahead from here on; the first one always may."""
+        if ticket.is_bootstrapped or ticket.request_id in self._ahead:
+            return True
+        if self._ahead and self._num_ahead_pages + num_pages > self._max_ahead_pages:
+            return False
+        self._ahead[ticket.request_id] = num_pages
+        self._num_ahead_pages += num_pages
+        return True
+
+    def is_ahead_no_more(self, ticket: Ticket) -> None:
+        """Its bootstrap has ended and its prompt is computed, or the request has ended."""
+        self._num_ahead_pages -= self._ahead.pop(ticket.request_id, 0)
 
     def last_hopeful(self) -> Ticket | None:
         return next(reversed(self._hopeful.values()), None)
