@@ -54,7 +54,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     `configs/notebook.yaml` works from any directory. Raises ConfigError with every problem that was found.
     """
     file = find_file(path)
-    document = _read_document(file)
+    document = read_document(file)
     collector = _Collector(str(path) if path is not None else "quickstart")
     collector.add_document(document)
     collector.add_overrides(overrides)
@@ -237,7 +237,7 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 
 
-def _read_document(file: Path) -> Any:
+def read_document(file: Path) -> Any:
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

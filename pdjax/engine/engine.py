@@ -23,7 +23,7 @@ from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
 from pdjax.engine.steps import Rows, pack_decode, pack_prefill, pack_scores
-from pdjax.engine.weights import LayerGroup, Placement
+from pdjax.engine.weights import Placement
 from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
 from pdjax.protocol import MAX_TOP_LOGPROBS
@@ -99,7 +99,7 @@ class Engine:
         with self._counter.attributed():
             ends = self._library.weights.ends
             x, rows = self._programs[ProgramKey("prefill_begin", size)](ends, packed)
-            x = self._run_layers(ProgramKey("prefill_layers", size), self._library.prefill_groups, x, rows)
+            x = self._run_layers(ProgramKey("prefill_layers", size), x, rows)
             hidden, first_hidden = self._programs[ProgramKey("prefill_end", size)](ends, x, packed)
             handle = StepHandle(len(seqs), [], None, hidden)
             if sampled:
@@ -117,7 +117,7 @@ class Engine:
         with self._counter.attributed():
             ends = self._library.weights.ends
             x, rows = self._programs[ProgramKey("decode_begin", size)](ends, self._state.last_token, packed)
-            x = self._run_layers(ProgramKey("decode_layers", size), self._library.decode_groups, x, rows)
+            x = self._run_layers(ProgramKey("decode_layers", size), x, rows)
             hidden = self._programs[ProgramKey("decode_end", size)](ends, x)
             drawn = [SamplerRow(seq.slot, seq.sampling, seq.output_index) for seq in seqs]
             return self._sample(len(seqs), list(range(len(seqs))), hidden, drawn)
@@ -200,10 +200,11 @@ class Engine:
         self._state = replace(state, last_token=last_token, history=history)
         return _in_flight(num_seqs, indices, sampled)
 
-    def _run_layers(self, key: ProgramKey, groups: list[LayerGroup], x: jax.Array, rows: Rows) -> jax.Array:
-        """Run the groups in order over x [E, T] and the pool, which each takes over from the one before it. Returns x [E, T]."""
+    def _run_layers(self, key: ProgramKey, x: jax.Array, rows: Rows) -> jax.Array:
+        """Run the program's groups of layers, in order, over x [E, T] and the pool, which each takes over from the one before it. Returns
+        x [E, T]."""
         program, pool = self._programs[key], self._state.pool
-        for group in groups:
+        for group in self._library.layer_groups[key.name]:
             x, pool = program(group.params, group.first, x, pool, rows)
         self._state = replace(self._state, pool=pool)
         return x

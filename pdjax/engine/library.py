@@ -24,10 +24,9 @@ from pdjax.kernels.dispatch import choose_attention
 from pdjax.models.llama import Llama, Params
 from pdjax.models.shape import ModelShape
 
-_CPU_PREFILL_GROUP = 1
-_CPU_DECODE_GROUP = 5
-"""Layers that one program runs on CPU, unrolled. More of them save calls, of about 50 us each, and cost time to compile. Elsewhere one
-program scans over all layers."""
+_CPU_GROUPS = {"prefill_layers": 1, "decode_layers": 5}
+"""Layers that one program runs on CPU, unrolled, by program. More of them save calls, of about 50 us each, and cost time to compile.
+Elsewhere one program scans over all layers."""
 
 _PREFILL_STEP = ("prefill_begin", "prefill_layers", "prefill_end")
 _DECODE_STEP = ("decode_begin", "decode_layers", "decode_end")
@@ -51,8 +50,7 @@ class Library:
         self._config = config
         platform = next(iter(self.sharding.device_set)).platform
         self.weights = place_weights(shape, weights, dtype, self.sharding, by_layer=platform == "cpu")
-        self.prefill_groups = self.weights.groups(_CPU_PREFILL_GROUP)
-        self.decode_groups = self.weights.groups(_CPU_DECODE_GROUP)
+        self.layer_groups = {name: self.weights.groups(size) for name, size in _CPU_GROUPS.items()}
         self.dims = StepDimensions(
             page_size=config.page_size,
             table_pages=min(-(-shape.max_context_tokens // config.page_size), config.num_pages),
@@ -116,7 +114,7 @@ class Library:
         if name == "prefill_begin":
             return jax.jit(pieces.begin).lower(self.weights.ends, packed)
         if name == "prefill_layers":
-            return self._lower_layers(pieces, self.prefill_groups[0], self.weights.ends, packed)
+            return self._lower_layers(pieces, self.layer_groups[name][0], self.weights.ends, packed)
         return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size), packed)
 
     def _lower_decode(self, name: str, size: int) -> jax.stages.Lowered:
@@ -125,7 +123,7 @@ class Library:
         if name == "decode_begin":
             return jax.jit(pieces.begin).lower(*to_begin)
         if name == "decode_layers":
-            return self._lower_layers(pieces, self.decode_groups[0], *to_begin)
+            return self._lower_layers(pieces, self.layer_groups[name][0], *to_begin)
         return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size))
 
     def _lower_layers(self, pieces: Pieces, group: LayerGroup, *to_begin: Any) -> jax.stages.Lowered:
