@@ -238,6 +238,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader
 
 
 def read_document(file: Path) -> Any:
+    """What a YAML file holds. Raises ConfigError where it cannot be read, is no YAML, or names a key twice."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pdjax.api.schemas import parse_chat, parse_completion
 from pdjax.benchmarks.client import parse_url
-from pdjax.config.load import COMMAND_LINE, ConfigError, read_document, load_config
+from pdjax.config.load import COMMAND_LINE, ConfigError, load_config, read_document
 from pdjax.config.schema import Config, Section
 from pdjax.errors import BadRequest
 
