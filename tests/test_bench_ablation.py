@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdjax import bench
-from pdjax.benchmarks import ablation, load, system
+from pdjax.benchmarks import ablation, fleet, load, system
 from pdjax.benchmarks.ablation import Surroundings, Watch
 from pdjax.benchmarks.ablation_plan import (
     EXPERIMENTS,
@@ -484,7 +484,7 @@ def test_a_bad_command_line_ends_with_status_2_and_the_reason(argv: list[str], m
 
 def test_a_system_that_does_not_start_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def start(roles: system.Roles) -> contextlib.AbstractAsyncContextManager[Endpoint]:
-        raise system.SystemFailed("decode ended with exit status 1")
+        raise fleet.SystemFailed("decode ended with exit status 1")
 
     measure = ablation.run
     monkeypatch.setattr(ablation, "run", lambda settings, watch: measure(settings, watch, Surroundings(start=start)))

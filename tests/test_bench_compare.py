@@ -21,9 +21,9 @@ from pdjax import bench
 from pdjax.benchmarks import compare, compare_report, trace
 from pdjax.benchmarks.client import Endpoint, RequestFailed, Sample, parse_url
 from pdjax.benchmarks.compare import Surroundings, Watch
-from pdjax.benchmarks.compare_fleet import count_ready, share_cores
 from pdjax.benchmarks.compare_plan import ComparePlan, CompareSettings, Design, System, parse_design
 from pdjax.benchmarks.compare_report import LoadRun
+from pdjax.benchmarks.fleet import count_ready, share_cores
 from pdjax.benchmarks.load import Outcome
 from pdjax.benchmarks.trace import BLOCK_TOKENS, SAMPLE, Scale, TraceRequest
 from tests.scripted_server import ScriptedServer, answer

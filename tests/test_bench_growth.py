@@ -18,13 +18,13 @@ from pdjax import bench
 from pdjax.benchmarks import growth, growth_engine, growth_radix, growth_report, growth_router, growth_scheduler, growth_start, growth_worker
 from pdjax.benchmarks.ablation_report import Goal
 from pdjax.benchmarks.client import Sample, model_name
+from pdjax.benchmarks.fleet import SystemFailed
 from pdjax.benchmarks.growth import GrowthSettings
 from pdjax.benchmarks.growth_engine import Timed
 from pdjax.benchmarks.growth_radix import PROMPT_PAGES, Forest, Operations
 from pdjax.benchmarks.growth_report import Chart, Curve, PartReport
 from pdjax.benchmarks.growth_router import Drive, Stretch
 from pdjax.benchmarks.growth_scheduler import KINDS, NUM_SLOTS, SMALL_POOL_SEQS, DecodeLoad, Load, Passes, PrefillLoad
-from pdjax.benchmarks.system import SystemFailed
 from pdjax.config.load import ConfigError, load_config
 from pdjax.errors import PdjaxError
 from pdjax.protocol import Event, Finished, Peer, Sampling, SequenceRequest

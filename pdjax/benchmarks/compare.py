@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NamedTuple
 
 from pdjax.benchmarks.client import Clock, Endpoint, RequestFailed, measure, model_name, stream_completion
-from pdjax.benchmarks.compare_fleet import running_fleet
 from pdjax.benchmarks.compare_plan import ComparePlan, CompareSettings, Design, System
 from pdjax.benchmarks.compare_report import LoadRun, build_comparison
+from pdjax.benchmarks.fleet import running_fleet
 from pdjax.benchmarks.load import Outcome, Target
 from pdjax.benchmarks.serve import completion_request
 from pdjax.benchmarks.trace import Replayed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pdjax.benchmarks.compare_fleet import Part, available_cores, serve_part, share_cores
+from pdjax.benchmarks.fleet import Part, available_cores, serve_part, share_cores
 from pdjax.benchmarks.trace import BLOCK_TOKENS, SAMPLE, Replayed, Scale, TraceRequest, read_trace, replay_of, span_s, spread_arrivals
 from pdjax.config.load import load_config
 from pdjax.config.schema import Config

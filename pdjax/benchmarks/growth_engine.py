@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdjax.benchmarks.client import Clock, Endpoint, Sample, measure, model_name, stream_completion
-from pdjax.benchmarks.compare_fleet import running_fleet, serve_part
+from pdjax.benchmarks.fleet import running_fleet, serve_part
 from pdjax.benchmarks.growth_report import Chart, Curve, PartReport
 from pdjax.benchmarks.load import PromptShape, make_prompts
 from pdjax.benchmarks.report import quantile

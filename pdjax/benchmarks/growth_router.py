@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdjax.benchmarks.client import Clock, RequestFailed, measure, model_name, stream_completion
-from pdjax.benchmarks.compare_fleet import Fleet, Part, available_cores, running_fleet, serve_part
+from pdjax.benchmarks.fleet import Fleet, Part, available_cores, running_fleet, serve_part
 from pdjax.benchmarks.growth_report import Chart, Curve, Goal, PartReport
 from pdjax.benchmarks.growth_worker import ROLES
 from pdjax.benchmarks.serve import completion_request

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from pdjax.benchmarks.fleet import SystemFailed
 from pdjax.benchmarks.growth_report import Chart, Curve, Goal, PartReport
-from pdjax.benchmarks.system import SystemFailed
 
 COLD_GOAL_S, WARM_GOAL_S = 40.0, 15.0
 WARM_STARTS = 1

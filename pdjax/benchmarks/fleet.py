@@ -1,6 +1,6 @@
 """A live system of any number of workers, each a child process that may be bound to cores of its own.
 
-The router comes first; workers find it by its control address. `pdjax.benchmarks.system` starts one worker of each role.
+The router comes first; workers find it by its control address.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
 
 from pdjax.benchmarks.client import Endpoint, RequestFailed, get, parse_url
-from pdjax.benchmarks.system import SystemFailed
 from pdjax.children import Child, ChildDied, ChildSpec, start_child
 from pdjax.config.schema import Config
+from pdjax.errors import PdjaxError
 from pdjax.observe.progress import NullProgress
 
 START_SILENCE_S = 600.0
@@ -28,6 +28,10 @@ GET_S = 10.0
 
 Cores = frozenset[int] | None
 """CPU numbers that a process may use; None: all that this one may."""
+
+
+class SystemFailed(PdjaxError):
+    """A system for a benchmark did not start; the message says which part, and its last words."""
 
 
 class Part(NamedTuple):
