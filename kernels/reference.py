@@ -10,11 +10,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pdjax.kernels.base import Attend, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import PLAIN, Attend, AttentionSpec, DecodeBatch, PrefillBatch, row_owners, write_kv
 
 
-def attend_row(query: jax.Array, pool: jax.Array, layer: jax.Array | int, table: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attention of one query row over the first `visible` positions of one sequence.
+def attend_row(
+    query: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    table: jax.Array,
+    visible: jax.Array | int,
+    spec: AttentionSpec = PLAIN,
+) -> jax.Array:
+    """Attention of one query row, at position `visible - 1` of its sequence.
 
     Args:
         query: [H, D].
@@ -27,16 +34,30 @@ def attend_row(query: jax.Array, pool: jax.Array, layer: jax.Array | int, table:
     """
     num_heads, head_dim = query.shape
     kv = pool[layer, table].astype(jnp.float32)
+    if spec.kv_scales is not None:
+        kv = kv * spec.kv_scales[:, None]
     num_positions, num_kv_heads = kv.shape[0] * kv.shape[1], kv.shape[2] // 2
     kv = kv.reshape(num_positions, num_kv_heads, 2, head_dim)
-    is_visible = jnp.arange(num_positions) < visible
+    positions = jnp.arange(num_positions)
+    is_visible = positions < visible
+    if spec.window is not None:
+        is_visible &= positions >= visible - spec.window
     kv = jnp.where(is_visible[:, None, None, None], kv, 0.0)
     keys, values = kv[:, :, 0], kv[:, :, 1]
     grouped = query.astype(jnp.float32).reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("kgd,skd->kgs", grouped, keys) / math.sqrt(head_dim)
-    weights = jnp.where(is_visible, jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True, initial=-1e30, where=is_visible)), 0.0)
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-    return jnp.einsum("kgs,skd->kgd", weights / total, values).reshape(num_heads, head_dim)
+    scores = jnp.einsum("kgd,skd->kgs", grouped, keys).reshape(num_heads, num_positions)
+    scores *= 1 / math.sqrt(head_dim) if spec.scale is None else spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    peak = jnp.max(scores, axis=-1, initial=-1e30, where=is_visible)
+    if spec.sinks is not None:
+        peak = jnp.maximum(peak, spec.sinks)
+    weights = jnp.where(is_visible, jnp.exp(scores - peak[:, None]), 0.0)
+    total = jnp.sum(weights, axis=-1)
+    if spec.sinks is not None:
+        total += jnp.exp(spec.sinks - peak)
+    shares = (weights / jnp.maximum(total, 1e-30)[:, None]).reshape(*grouped.shape[:2], num_positions)
+    return jnp.einsum("kgs,skd->kgd", shares, values).reshape(num_heads, head_dim)
 
 
 class ReferenceAttention:
@@ -44,29 +65,26 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def prefill(self, batch: PrefillBatch, num_rows: int) -> Attend:
-        rows = jnp.arange(num_rows, dtype=jnp.int32)
-        offsets = rows[:, None] - batch.first_rows[None, :]
-        owns = (offsets >= 0) & (offsets < batch.lengths[None, :])
-        sequences = jnp.argmax(owns, axis=1)
-        positions = batch.starts[sequences] + rows - batch.first_rows[sequences]
-        visible = jnp.where(jnp.any(owns, axis=1), positions + 1, 0)
-
-        def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
-            return _attend_rows(queries, pool, layer, batch.tables, sequences, visible)
-
-        return attend
+    def prefill(self, batch: PrefillBatch) -> Attend:
+        sequences, positions, is_real = row_owners(batch)
+        return _attend_rows(batch, sequences, jnp.where(is_real, positions + 1, 0))
 
     def decode(self, batch: DecodeBatch) -> Attend:
-        def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
-            return _attend_rows(queries, pool, layer, batch.tables, jnp.arange(queries.shape[0]), batch.visible)
-
-        return attend
+        return _attend_rows(batch, jnp.arange(len(batch.visible)), batch.visible)
 
 
-def _attend_rows(
-    queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tables: jax.Array, sequences: jax.Array, visible: jax.Array
-) -> jax.Array:
+def _attend_rows(batch: PrefillBatch | DecodeBatch, sequences: jax.Array, visible: jax.Array) -> Attend:
     """`attend_row` for each row; `sequences` int32[T] picks its table, `visible` int32[T] says how far it sees."""
-    rows = jax.lax.map(lambda row: attend_row(row[0], pool, layer, tables[row[1]], row[2]), (queries, sequences, visible))
-    return rows.astype(queries.dtype)
+
+    def attend(
+        queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
+    ) -> tuple[jax.Array, jax.Array]:
+        pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
+
+        def one(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            query, sequence, visible = row
+            return attend_row(query, pool, layer, batch.tables[sequence], visible, spec)
+
+        return jax.lax.map(one, (queries, sequences, visible)).astype(queries.dtype), pool
+
+    return attend

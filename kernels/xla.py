@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pdjax.kernels.base import Attend, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import Attend, AttentionSpec, DecodeBatch, PrefillBatch, write_kv
 
 _MASKED = -1e30
 """Score of a position that is not seen: finite, so that a fully masked block gives exp(_MASKED - max) = 0 and never inf - inf."""
@@ -42,41 +42,47 @@ class XlaAttention:
     def __init__(self, tuning: Tuning = DEFAULT_TUNING):
         self._tuning = tuning
 
-    def prefill(self, batch: PrefillBatch, num_rows: int) -> Attend:
-        kv_block = self._tuning.prefill_kv_block
+    def prefill(self, batch: PrefillBatch) -> Attend:
+        kv_block, num_rows = self._tuning.prefill_kv_block, len(batch.pages)
         tilings = _cut(batch, num_rows, self._tuning)
 
-        def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
+        def attend(
+            queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
+        ) -> tuple[jax.Array, jax.Array]:
+            pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
             num_heads, head_dim = queries.shape[1:]
-            rows = jnp.pad(_scale(queries), ((0, tilings[0].tile_rows), (0, 0), (0, 0)))
-            tables = _pad_tables(batch.tables, pool.shape[2], kv_block)
+            rows = jnp.pad(_scaled(queries, spec), ((0, tilings[0].tile_rows), (0, 0), (0, 0)))
+            source = _Source(pool, layer, _pad_tables(batch.tables, pool.shape[2], kv_block), _block_tokens(kv_block, pool.shape[2]))
             out = jnp.zeros((len(rows), num_heads, head_dim), jnp.float32)
             for tiling in tilings:
-                out = _attend_tiles(out, rows, pool, layer, tiling, tables, kv_block)
-            return out[:num_rows].astype(queries.dtype)
+                out = _attend_tiles(out, rows, source, tiling, spec)
+            return out[:num_rows].astype(queries.dtype), pool
 
         return attend
 
     def decode(self, batch: DecodeBatch) -> Attend:
         kv_block = self._tuning.decode_kv_block
 
-        def attend(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
-            block = _block_tokens(kv_block, pool.shape[2])
+        def attend(
+            queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
+        ) -> tuple[jax.Array, jax.Array]:
+            pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
+            source = _Source(pool, layer, _pad_tables(batch.tables, pool.shape[2], kv_block), _block_tokens(kv_block, pool.shape[2]))
 
             def one(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
                 query, table, visible = row
-                spans = [_Span(0, -(-visible // block), is_masked=True)]
-                return _attend_tile(query, _Keys(pool, layer, table, visible, block), visible - 1, spans)
+                spans = [_Span(0, -(-visible // source.block), is_masked=True)]
+                return _attend_tile(query, _Keys(source, table, visible, spec), visible - 1, spans)
 
-            tables = _pad_tables(batch.tables, pool.shape[2], kv_block)
-            rows = jax.lax.map(one, (_scale(queries)[:, None], tables, batch.visible))
-            return rows.reshape(queries.shape).astype(queries.dtype)
+            rows = jax.lax.map(one, (_scaled(queries, spec)[:, None], source.tables, batch.visible))
+            return rows.reshape(queries.shape).astype(queries.dtype), pool
 
         return attend
 
 
-def _scale(queries: jax.Array) -> jax.Array:
-    return queries.astype(jnp.float32) * queries.shape[-1] ** -0.5
+def _scaled(queries: jax.Array, spec: AttentionSpec) -> jax.Array:
+    scale = queries.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    return queries.astype(jnp.float32) * scale
 
 
 def _pad_tables(tables: jax.Array, page_size: int, kv_block: int) -> jax.Array:
@@ -129,17 +135,24 @@ def _tiling(
     return _Tiling(tile_rows, is_split, last_tile[-1], batch.first_rows[sequence] + offset, positions, ends, sequence)
 
 
-def _attend_tiles(
-    out: jax.Array, queries: jax.Array, pool: jax.Array, layer: jax.Array | int, tiling: _Tiling, tables: jax.Array, kv_block: int
-) -> jax.Array:
+class _Source(NamedTuple):
+    """Where keys and values of a step come from, read in blocks of `block` positions."""
+
+    pool: jax.Array
+    layer: jax.Array | int
+    tables: jax.Array  # int32[S, P], P a multiple of a block's pages
+    block: int
+
+
+def _attend_tiles(out: jax.Array, queries: jax.Array, source: _Source, tiling: _Tiling, spec: AttentionSpec) -> jax.Array:
     """Compute tile after tile into `out`, both float32[rows, H, D]; rows that are not a tile's own keep what they hold."""
-    block = _block_tokens(kv_block, pool.shape[2])
     shape = (tiling.tile_rows, *queries.shape[1:])
 
     def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
         position, end, corner = tiling.positions[i], tiling.ends[i], (tiling.rows[i], 0, 0)
-        keys = _Keys(pool, layer, tables[tiling.sequences[i]], end, block)
-        result = _attend_tile(jax.lax.dynamic_slice(queries, corner, shape), keys, position, _spans(position, end, tiling, block))
+        keys = _Keys(source, source.tables[tiling.sequences[i]], end, spec)
+        spans = _spans(position, end, tiling, source.block, spec)
+        result = _attend_tile(jax.lax.dynamic_slice(queries, corner, shape), keys, position, spans)
         is_own = position + jnp.arange(tiling.tile_rows, dtype=jnp.int32) < end
         result = jnp.where(is_own[:, None, None], result, jax.lax.dynamic_slice(out, corner, shape))
         return jax.lax.dynamic_update_slice(out, result, corner)
@@ -155,10 +168,15 @@ class _Span(NamedTuple):
     is_masked: bool  # whether some row does not see all of them
 
 
-def _spans(position: jax.Array, end: jax.Array, tiling: _Tiling, block: int) -> list[_Span]:
-    """The blocks that every row sees whole; those that all rows see some of; those that only the second half sees any of."""
+def _spans(position: jax.Array, end: jax.Array, tiling: _Tiling, block: int, spec: AttentionSpec) -> list[_Span]:
+    """The blocks that every row sees whole; those that all rows see some of; those that only the second half sees any of.
+
+    With a window, whose left edge is another diagonal, all blocks are masked.
+    """
     whole = _Span(0, (position + 1) // block, is_masked=False)
     rest = _Span(0, -(-end // block), is_masked=True)
+    if spec.window is not None:
+        return [rest]
     if not tiling.is_split:
         return [whole, rest]
     half = tiling.tile_rows // 2
@@ -166,22 +184,43 @@ def _spans(position: jax.Array, end: jax.Array, tiling: _Tiling, block: int) -> 
 
 
 class _Keys(NamedTuple):
-    """Keys and values of one sequence in one layer of the pool, of which the first `end` positions are held."""
+    """Keys and values of one sequence, of which the first `end` positions are held, and what rows see of them."""
 
-    pool: jax.Array
-    layer: jax.Array | int
+    source: _Source
     table: jax.Array  # int32[P]
     end: jax.Array  # int32 scalar
-    block: int
+    spec: AttentionSpec
+
+    def first_block(self, position: jax.Array) -> jax.Array:
+        """The first block that rows at `position` and later see any of."""
+        if self.spec.window is None:
+            return jnp.int32(0)
+        return jnp.maximum(position - self.spec.window + 1, 0) // self.source.block
+
+    def is_seen(self, row_positions: jax.Array, positions: jax.Array) -> jax.Array:
+        """bool[rows, positions]."""
+        is_seen = (positions[None, :] <= row_positions[:, None]) & (positions < self.end)[None, :]
+        if self.spec.window is None:
+            return is_seen
+        return is_seen & (positions[None, :] > row_positions[:, None] - self.spec.window)
+
+    def scores(self, query: jax.Array, keys: jax.Array) -> jax.Array:
+        """float32[K, rows, D], float32[K, block, D] -> float32[K, rows, block]."""
+        scores = jnp.einsum("kqd,ksd->kqs", query, keys)
+        return scores if self.spec.soft_cap is None else self.spec.soft_cap * jnp.tanh(scores / self.spec.soft_cap)
 
     def read(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Block j: keys and values float32[K, block, D], positions int32[block]."""
-        page_size, num_kv_heads, head_dim = self.pool.shape[2], self.pool.shape[3] // 2, self.pool.shape[4]
-        block_pages = self.block // page_size
+        pool, layer, _, block = self.source
+        page_size, num_kv_heads, head_dim = pool.shape[2], pool.shape[3] // 2, pool.shape[4]
+        block_pages = block // page_size
         assert self.table.shape[0] % block_pages == 0, f"page table of {self.table.shape[0]} pages is not a multiple of {block_pages}"
         pages = jax.lax.dynamic_slice(self.table, (j * block_pages,), (block_pages,))
-        kv = self.pool[self.layer, pages].astype(jnp.float32).reshape(self.block, num_kv_heads, 2, head_dim)
-        positions = j * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        kv = pool[layer, pages].astype(jnp.float32)
+        if self.spec.kv_scales is not None:
+            kv = kv * self.spec.kv_scales[:, None]
+        kv = kv.reshape(block, num_kv_heads, 2, head_dim)
+        positions = j * block + jnp.arange(block, dtype=jnp.int32)
         return kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2), positions
 
 
@@ -211,16 +250,15 @@ def _attend_tile(query: jax.Array, keys: _Keys, position: jax.Array, spans: list
     Returns: float32[rows, H, D]; rows whose position is not below `keys.end` hold garbage.
     """
     rows, num_heads, head_dim = query.shape
-    num_kv_heads = keys.pool.shape[3] // 2
+    num_kv_heads = keys.source.pool.shape[3] // 2
     group = num_heads // num_kv_heads
     query = query.reshape(rows, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3).reshape(num_kv_heads, rows * group, head_dim)
     row_positions = position + jnp.arange(rows * group, dtype=jnp.int32) // group
     softmax = _Softmax(
-        jnp.full((num_kv_heads, rows * group), _MASKED, jnp.float32),
-        jnp.zeros((num_kv_heads, rows * group), jnp.float32),
+        *_before_any_key(keys.spec.sinks, num_kv_heads, rows, group),
         jnp.zeros((num_kv_heads, rows * group, head_dim), jnp.float32),
     )
-    block = jnp.int32(0)
+    block = keys.first_block(position)
     for span in spans:
         first = span.first_row * group
         before, at_work = [jax.tree.map(lambda leaf, part=part: leaf[:, part], softmax) for part in (slice(first), slice(first, None))]
@@ -231,6 +269,14 @@ def _attend_tile(query: jax.Array, keys: _Keys, position: jax.Array, spans: list
     return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, head_dim)
 
 
+def _before_any_key(sinks: jax.Array | None, num_kv_heads: int, rows: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """Peak and total float32[K, rows * G] of a softmax that has seen no key, only the sinks if there are any."""
+    if sinks is None:
+        return jnp.full((num_kv_heads, rows * group), _MASKED, jnp.float32), jnp.zeros((num_kv_heads, rows * group), jnp.float32)
+    peak = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, rows))
+    return peak, jnp.ones_like(peak)
+
+
 def _attend_span(
     query: jax.Array, keys: _Keys, row_positions: jax.Array, first_block: jax.Array, span: _Span, softmax: _Softmax
 ) -> _Softmax:
@@ -238,13 +284,12 @@ def _attend_span(
 
     def whole_block(j: jax.Array, softmax: _Softmax) -> _Softmax:
         block_keys, values, _ = keys.read(j)
-        return softmax.updated(jnp.einsum("kqd,ksd->kqs", query, block_keys), values)
+        return softmax.updated(keys.scores(query, block_keys), values)
 
     def masked_block(j: jax.Array, softmax: _Softmax) -> _Softmax:
         block_keys, values, positions = keys.read(j)
         is_held = positions < keys.end
-        is_seen = (positions[None, :] <= row_positions[:, None]) & is_held[None, :]
-        scores = jnp.where(is_seen[None], jnp.einsum("kqd,ksd->kqs", query, block_keys), _MASKED)
+        scores = jnp.where(keys.is_seen(row_positions, positions)[None], keys.scores(query, block_keys), _MASKED)
         # A weight of 0 times what an unused slot holds, which may be NaN, is not 0.
         return softmax.updated(scores, jnp.where(is_held[None, :, None], values, 0.0))
 

@@ -23,7 +23,7 @@ from pdjax.engine.batch import PrefillSeq
 from pdjax.engine.compilation import ProgramKey
 from pdjax.engine.engine import Engine, StepHandle
 from pdjax.engine.pages import padded_pages
-from pdjax.kernels.base import Attend, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import Attend, AttentionSpec, DecodeBatch, PrefillBatch
 from pdjax.kernels.xla import XlaAttention
 from pdjax.protocol import Event, Failed, Layout, Peer, Sampling, SequenceRequest, Tokens
 from pdjax.scheduler.bootstrap import BootstrapQueue
@@ -73,14 +73,16 @@ class SlowAttention:
     def __init__(self) -> None:
         self._attention = XlaAttention(SMALL_BLOCKS)
 
-    def prefill(self, batch: PrefillBatch, num_rows: int) -> Attend:
-        attend = self._attention.prefill(batch, num_rows)
+    def prefill(self, batch: PrefillBatch) -> Attend:
+        attend = self._attention.prefill(batch)
 
-        def slowed(queries: jax.Array, pool: jax.Array, layer: jax.Array | int) -> jax.Array:
-            attended = attend(queries, pool, layer)
+        def slowed(
+            queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
+        ) -> tuple[jax.Array, jax.Array]:
+            attended, pool = attend(queries, kv, pool, layer, spec)
             start = jnp.full((64, 64), attended[0, 0, 0])
             spent = jax.lax.fori_loop(0, BURNT_PRODUCTS, lambda _, x: jnp.tanh(x @ x), start)
-            return attended + 0.0 * spent[0, 0]
+            return attended + 0.0 * spent[0, 0], pool
 
         return slowed
 

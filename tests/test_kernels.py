@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdjax.config.environment import attention_override
-from pdjax.kernels.base import Attention, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, PrefillBatch, as_stored
 from pdjax.kernels.dispatch import choose_attention
 from pdjax.kernels.reference import ReferenceAttention, attend_row
 from pdjax.kernels.xla import Tuning, XlaAttention
+from tests.attention_kit import Case, Sizes, random_case, rows_alone, run_decode, run_prefill, stored_as
 
-LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 6, 2, 8
-TABLE_PAGES, ROWS, SEQS = 11, 32, 3
+SIZES = Sizes()
 TUNINGS = [Tuning(16, 8, 8, 8), Tuning(10, 5, 12, 4), Tuning(512, 128, 256, 256), Tuning(2, 1, 2, 1), Tuning(32, 4, 4, 16)]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-5}
 """Sums over 44 positions in another order: a few units in the last place."""
@@ -64,98 +63,115 @@ def test_reference_follows_the_page_table_and_the_layer() -> None:
     assert float(out[0, 0]) == pytest.approx(20.0)
 
 
-def random_case(seed: int, starts: list[int], lengths: list[int]) -> tuple[PrefillBatch, np.ndarray, np.ndarray]:
-    """A prefill batch, queries, and a pool with NaN in every slot that no sequence holds."""
-    rng = np.random.default_rng(seed)
-    pages = rng.permutation(np.arange(1, PAGES))
-    pool = np.full((LAYERS, PAGES, PAGE, 2 * KV_HEADS, DIM), np.nan, np.float32)
-    tables = np.zeros((SEQS, TABLE_PAGES), np.int32)
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        held, pages = np.split(pages, [-(-(start + length) // PAGE)]) if length else (pages[:0], pages)
-        tables[i, : len(held)] = held
-        for position in range(start + length if length else 0):
-            pool[:, held[position // PAGE], position % PAGE] = rng.normal(size=(LAYERS, 2 * KV_HEADS, DIM))
-    firsts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
-    batch = PrefillBatch(tables, firsts, np.array(starts, np.int32), np.array(lengths, np.int32))
-    return batch, rng.normal(size=(ROWS, HEADS, DIM)).astype(np.float32), pool
-
-
-def run_prefill(attention: Attention, batch: PrefillBatch, queries: np.ndarray, pool: np.ndarray, layer: int) -> np.ndarray:
-    return np.asarray(jitted_prefill(attention)(batch, queries, pool, layer))
-
-
-@functools.cache
-def jitted_prefill(attention: Attention) -> Callable[..., jax.Array]:
-    return jax.jit(lambda batch, queries, pool, layer: attention.prefill(batch, ROWS)(queries, pool, layer))
-
-
-@functools.cache
-def jitted_decode(attention: Attention) -> Callable[..., jax.Array]:
-    return jax.jit(lambda batch, queries, pool, layer: attention.decode(batch)(queries, pool, layer))
-
-
 REFERENCE = ReferenceAttention()
 XLA = [XlaAttention(tuning) for tuning in TUNINGS]
+SPECS = {
+    "window": AttentionSpec(window=5),
+    "window of one page and a bit": AttentionSpec(window=np.int32(6)),
+    "soft cap": AttentionSpec(soft_cap=0.7),
+    "scale": AttentionSpec(scale=0.9),
+    "sinks": AttentionSpec(sinks=np.array([-30.0, -1.0, 0.0, 0.5, 2.0, 9.0], np.float32)),
+    "all": AttentionSpec(0.4, 1.5, 3, np.linspace(-2, 2, 6).astype(np.float32)),
+}
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> Case:
+    lengths = draw(st.lists(st.integers(1, SIZES.rows), min_size=1, max_size=SIZES.seqs).filter(lambda lengths: sum(lengths) <= SIZES.rows))
+    lengths += [0] * (SIZES.seqs - len(lengths))
+    limit = SIZES.table_pages * SIZES.page_size
+    starts = [min(draw(st.integers(0, 20)), limit - length) for length in lengths]
+    return random_case(draw(st.integers(0, 2**31)), starts, lengths)
 
 
 @pytest.mark.parametrize("attention", XLA, ids=[str(tuple(tuning)) for tuning in TUNINGS])
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**31),
-    starts=st.tuples(*[st.integers(0, 20)] * SEQS),
-    lengths=st.lists(st.integers(1, ROWS), min_size=1, max_size=SEQS).filter(lambda lengths: sum(lengths) <= ROWS),
-)
-def test_blockwise_prefill_equals_the_reference_on_ragged_batches(
-    attention: Attention, seed: int, starts: tuple[int, ...], lengths: list[int]
-) -> None:
-    padded = lengths + [0] * (SEQS - len(lengths))
-    if sum(-(-(start + length) // PAGE) for start, length in zip(starts, padded, strict=True) if length) >= PAGES:
-        starts = (0,) * SEQS
-    starts = tuple(min(start, TABLE_PAGES * PAGE - length) for start, length in zip(starts, padded, strict=True))
-    batch, queries, pool = random_case(seed, list(starts), padded)
-    used = sum(lengths)
-    for layer in range(LAYERS):
-        expected = run_prefill(REFERENCE, batch, queries, pool, layer)[:used]
+@given(case=ragged())
+def test_blockwise_prefill_equals_the_reference_on_ragged_batches(attention: Attention, case: Case) -> None:
+    for layer in range(SIZES.layers):
+        expected = run_prefill(REFERENCE, case, layer)
         assert np.isfinite(expected).all()
-        np.testing.assert_allclose(run_prefill(attention, batch, queries, pool, layer)[:used], expected, **FLOAT32)
+        np.testing.assert_allclose(run_prefill(attention, case, layer), expected, **FLOAT32)
 
 
-def test_the_reference_prefill_equals_one_row_at_a_time() -> None:
-    batch, queries, pool = random_case(7, [3, 0, 9], [5, 11, 2])
-    out = run_prefill(REFERENCE, batch, queries, pool, 1)
-    for sequence, (first, start, length) in enumerate(zip(*batch[1:], strict=True)):
-        for i in range(length):
-            alone = attend_row(queries[first + i], pool, 1, batch.tables[sequence], start + i + 1)
-            np.testing.assert_allclose(out[first + i], alone, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("attention", [REFERENCE, *XLA[:3]], ids=["reference", *(str(tuple(tuning)) for tuning in TUNINGS[:3])])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_prefill_and_decode_equal_one_row_at_a_time_under_every_option(attention: Attention, spec: AttentionSpec) -> None:
+    case = random_case(7, [3, 0, 9], [5, 11, 2])
+    np.testing.assert_allclose(run_prefill(attention, case, 1, spec), rows_alone(case, 1, spec), **FLOAT32)
+    case = random_case(8, [3, 0, 41], [1, 1, 1])
+    np.testing.assert_allclose(run_decode(attention, case, 1, spec), rows_alone(case, 1, spec), **FLOAT32)
+
+
+def test_a_window_wider_than_the_context_changes_nothing_and_a_window_of_one_gives_the_own_value() -> None:
+    case = random_case(9, [3, 0, 9], [5, 11, 2])
+    wide = run_prefill(XLA[0], case, 0, AttentionSpec(window=1000))
+    np.testing.assert_allclose(wide, run_prefill(XLA[0], case, 0), **FLOAT32)
+    own_values = np.repeat(case.kv[: case.num_used, 1::2], SIZES.heads // SIZES.kv_heads, axis=1)
+    np.testing.assert_allclose(run_prefill(XLA[0], case, 0, AttentionSpec(window=1)), own_values, rtol=1e-6)
+
+
+def test_a_sink_takes_its_share_of_the_weights() -> None:
+    # One key with score 0, a sink of ln 3: the value counts 1 / (1 + 3).
+    pool = pool_of([[[0.0]]], [[[8.0]]])
+    spec = AttentionSpec(sinks=np.array([math.log(3)], np.float32))
+    assert float(attend_row(np.ones((1, 1), np.float32), pool, 0, np.array([1], np.int32), 1, spec)[0, 0]) == pytest.approx(2.0)
+
+
+def test_a_soft_cap_bounds_the_scores() -> None:
+    # Scores of +-1000 become +-ln 3 / 2: weights 3/4 and 1/4.
+    pool = pool_of([[[1000.0]], [[-1000.0]]], [[[4.0]], [[8.0]]])
+    spec = AttentionSpec(soft_cap=math.log(3) / 2)
+    assert float(attend_row(np.ones((1, 1), np.float32), pool, 0, np.array([1], np.int32), 2, spec)[0, 0]) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("attention", [REFERENCE, XLA[0]], ids=["reference", "xla"])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+def test_quantized_pools_hold_entries_divided_by_their_scales(attention: Attention, dtype: jnp.dtype) -> None:
+    scales = np.array([0.05, 0.03, 0.04, 0.06], np.float32)
+    case = stored_as(random_case(11, [3, 0, 9], [5, 11, 2]), dtype, scales)
+    spec = AttentionSpec(kv_scales=scales)
+    np.testing.assert_allclose(run_prefill(attention, case, 1, spec), rows_alone(case, 1), **FLOAT32)
+
+
+def test_what_is_stored_is_rounded_to_the_nearest_and_clamped() -> None:
+    kv = jnp.array([[0.26, -0.24, 1000.0, -1000.0]])
+    np.testing.assert_array_equal(as_stored(kv, jnp.dtype(jnp.int8), jnp.array([0.5])), [[1, 0, 127, -128]])
+    stored = as_stored(kv, jnp.dtype(jnp.float8_e4m3fn), jnp.array([0.5])).astype(jnp.float32)
+    np.testing.assert_array_equal(stored, [[0.5, -0.46875, 448, -448]])
 
 
 @pytest.mark.parametrize("attention", XLA, ids=[str(tuple(tuning)) for tuning in TUNINGS])
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**31), visible=st.tuples(*[st.integers(1, TABLE_PAGES * PAGE)] * SEQS))
+@given(seed=st.integers(0, 2**31), visible=st.tuples(*[st.integers(1, SIZES.table_pages * SIZES.page_size)] * SIZES.seqs))
 def test_blockwise_decode_equals_the_reference(attention: Attention, seed: int, visible: tuple[int, ...]) -> None:
-    batch, queries, pool = random_case(seed, [n - 1 for n in visible], [1] * SEQS)
-    decode = DecodeBatch(batch.tables, np.array(visible, np.int32))
-    expected = np.asarray(jitted_decode(REFERENCE)(decode, queries[:SEQS], pool, 0))
+    case = random_case(seed, [n - 1 for n in visible], [1] * SIZES.seqs)
+    expected = run_decode(REFERENCE, case, 0)
     assert np.isfinite(expected).all()
-    np.testing.assert_allclose(jitted_decode(attention)(decode, queries[:SEQS], pool, 0), expected, **FLOAT32)
+    np.testing.assert_allclose(run_decode(attention, case, 0), expected, **FLOAT32)
 
 
 def test_bfloat16_pools_are_attended_in_float32() -> None:
-    batch, queries, pool = random_case(3, [0, 4, 0], [20, 9, 3])
-    queries, pool = queries.astype(jnp.bfloat16), pool.astype(jnp.bfloat16)
-    expected = run_prefill(REFERENCE, batch, queries, pool, 0)[:32].astype(np.float32)
+    case = random_case(3, [0, 4, 0], [20, 9, 3])
+    case = case._replace(**{name: getattr(case, name).astype(jnp.bfloat16) for name in ("queries", "kv", "pool")})
+    expected = run_prefill(REFERENCE, case, 0).astype(np.float32)
     # Both accumulate in float32 and round once, to 8 bits: one unit in the last place of values of about 1.
-    np.testing.assert_allclose(run_prefill(XLA[0], batch, queries, pool, 0)[:32].astype(np.float32), expected, rtol=2**-7, atol=2**-7)
+    np.testing.assert_allclose(run_prefill(XLA[0], case, 0).astype(np.float32), expected, rtol=2**-7, atol=2**-7)
 
 
 def test_blockwise_prefill_holds_no_matrix_of_scores() -> None:
-    rows, context_pages = 512, 2048
-    abstract = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    batch = PrefillBatch(abstract((1, context_pages), jnp.int32), *[abstract((1,), jnp.int32)] * 3)
-    attend = jax.jit(lambda batch, queries, pool: XlaAttention().prefill(batch, rows)(queries, pool, 0))
-    compiled = attend.lower(batch, abstract((rows, HEADS, DIM)), abstract((1, context_pages, 16, 2 * KV_HEADS, DIM))).compile()
-    scores_bytes = HEADS * rows * context_pages * 16 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < scores_bytes / 50
+    rows, context_pages, heads, kv_heads, dim = 512, 2048, SIZES.heads, SIZES.kv_heads, SIZES.head_dim
+
+    def abstract(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    numbers = functools.partial(abstract, dtype=jnp.int32)
+    batch = PrefillBatch(numbers(1, context_pages), *[numbers(1)] * 3, numbers(rows), numbers(rows))
+    attend = jax.jit(lambda batch, *arrays: XlaAttention().prefill(batch)(*arrays, 0, PLAIN))
+    arrays = (abstract(rows, heads, dim), abstract(rows, 2 * kv_heads, dim), abstract(1, context_pages, 16, 2 * kv_heads, dim))
+    compiled = attend.lower(batch, *arrays).compile()
+    scores_bytes, pool_bytes = heads * rows * context_pages * 16 * 4, context_pages * 16 * 2 * kv_heads * dim * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes + scores_bytes / 50
 
 
 def test_the_environment_overrides_the_platform_and_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.sampling import log_probabilities
 from pdjax.engine.weights import LayerParams
-from pdjax.kernels.base import Attend, Attention, DecodeBatch, PrefillBatch
+from pdjax.kernels.base import Attend, Attention, DecodeBatch, PrefillBatch, decode_batch, prefill_batch, row_owners
 from pdjax.models.llama import Llama, Params, Step, rotary_tables
 
 SCORE_BLOCK_ROWS = 64
@@ -92,8 +92,6 @@ class Rows(NamedTuple):
 
     cos: jax.Array
     sin: jax.Array
-    pages: jax.Array
-    offsets: jax.Array
     batch: PrefillBatch | DecodeBatch
 
 
@@ -119,17 +117,15 @@ def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_r
 
     def prefill_begin(ends_params: Params, packed: jax.Array) -> tuple[jax.Array, Rows]:
         host = layout.read(packed)
-        batch = PrefillBatch(host["tables"], host["first_rows"], host["starts"], host["lengths"])
-        sequences, positions, is_real = _row_owners(batch, num_rows)
-        pages = jnp.where(is_real, batch.tables[sequences, positions // dims.page_size], 0)
-        rows = Rows(*rotary_tables(positions, model.shape), pages, positions % dims.page_size, batch)
+        batch = prefill_batch(host["tables"], host["first_rows"], host["starts"], host["lengths"], num_rows, dims.page_size)
+        rows = Rows(*rotary_tables(row_owners(batch)[1], model.shape), batch)
         return model.ends(ends_params).embedded(host["tokens"]), rows
 
     def prefill_end(ends_params: Params, x: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden = model.ends(ends_params).normed(x[:, layout.read(packed)["sampled_rows"]])
         return hidden, hidden[:, :1]
 
-    return Pieces(prefill_begin, _layers(model, lambda batch: attention.prefill(batch, num_rows)), prefill_end)
+    return Pieces(prefill_begin, _layers(model, attention.prefill), prefill_end)
 
 
 def make_decode(model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int) -> Pieces:
@@ -138,10 +134,9 @@ def make_decode(model: Llama, attention: Attention, dims: StepDimensions, num_se
 
     def decode_begin(ends_params: Params, last_token: jax.Array, packed: jax.Array) -> tuple[jax.Array, Rows]:
         host = layout.read(packed)
-        positions, tables = host["positions"], host["tables"]
         tokens = jnp.where(host["is_on_device"] > 0, last_token[host["slots"]], host["tokens"])
-        pages = tables[jnp.arange(num_seqs), positions // dims.page_size]
-        rows = Rows(*rotary_tables(positions, model.shape), pages, positions % dims.page_size, DecodeBatch(tables, positions + 1))
+        batch = decode_batch(host["tables"], host["positions"], dims.page_size)
+        rows = Rows(*rotary_tables(host["positions"], model.shape), batch)
         return model.ends(ends_params).embedded(tokens), rows
 
     def decode_end(ends_params: Params, x: jax.Array) -> jax.Array:
@@ -154,21 +149,12 @@ def _layers(model: Llama, attend: Callable[..., Attend]) -> Callable[..., tuple[
     def layers(
         params: LayerParams, first: jax.Array, x: jax.Array, pool: jax.Array, rows: Rows
     ) -> tuple[jax.Array, jax.Array]:
-        step = Step(rows.cos, rows.sin, rows.pages, rows.offsets, attend(rows.batch))
+        step = Step(rows.cos, rows.sin, attend(rows.batch))
         if isinstance(params, dict):
             return model.scanned(params, x, pool, first, step)
         return model.unrolled(params, x, pool, first, step)
 
     return layers
-
-
-def _row_owners(batch: PrefillBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each row: its sequence, its position (0 for padding rows), and whether it belongs to a sequence at all."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    ends = batch.first_rows + batch.lengths
-    sequences = jnp.minimum(jnp.searchsorted(ends, rows, side="right", method="compare_all"), ends.shape[0] - 1)
-    is_real = rows < ends[-1]
-    return sequences, jnp.where(is_real, batch.starts[sequences] + rows - batch.first_rows[sequences], 0), is_real
 
 
 def pack_scores(seqs: Sequence[PrefillSeq]) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pdjax.kernels.base import Attend
+from pdjax.kernels.base import PLAIN, Attend
 from pdjax.models.shape import ModelShape, weight_specs
 
 Params = dict[str, jax.Array]
@@ -31,8 +31,6 @@ class Step(NamedTuple):
 
     cos: jax.Array  # float32[head_dim / 2, T]
     sin: jax.Array  # float32[head_dim / 2, T]
-    pages: jax.Array  # int32[T]: page that takes the row's KV; 0 for padding
-    offsets: jax.Array  # int32[T]: slot in that page
     attend: Attend
 
 
@@ -77,8 +75,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, pool: jax.Array, layer: jax.Array | int, step: Step) -> tuple[jax.Array, jax.Array]:
         """x [E, T] -> (x [E, T], pool with layer `layer` of the step's pages written)."""
         queries, kv = self._project(rms_norm(x, self.attn_norm[...], self.shape.norm_eps), step)
-        pool = pool.at[layer, step.pages, step.offsets].set(kv.astype(pool.dtype))
-        attended = step.attend(queries, pool, layer)
+        attended, pool = step.attend(queries, kv, pool, layer, PLAIN)
         x = x + self.attn_out[...] @ attended.reshape(x.shape[1], -1).T
         gate, up = jnp.split(self.gate_up[...] @ rms_norm(x, self.mlp_norm[...], self.shape.norm_eps), 2)
         return x + self.down[...] @ (jax.nn.silu(gate) * up), pool
