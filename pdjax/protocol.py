@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes its meaning; peers of different versions refuse each other."""
 
 MAX_TOP_LOGPROBS = 20
@@ -19,10 +19,6 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 20
 PROMPT_TOKENS_PER_MESSAGE = 256
 """Prompt tokens whose log probabilities go into one message: at most 0.1 MB with all alternatives, however long the prompt."""
-KV_FRAME_BYTES = 1 << 20
-"""Payload of one data frame of the gRPC transport: 1 MiB measured fastest between two Python processes."""
-
-
 class KVPoll(enum.IntEnum):
     """State of one room on one side. Updates only move up; FAILED is sticky; over several ranks the minimum counts."""
 
@@ -230,7 +226,7 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     sender_instance_id: str
     receiver: Peer
-    transport: str = "grpc"
+    transport: str = "tcp"
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -242,7 +238,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class ChunkHead(msgspec.Struct, frozen=True, tag="head"):
-    """Announces one chunk: pages `first_page .. first_page + num_pages` of the prompt, `num_bytes` in data frames to follow.
+    """Announces one chunk: pages `first_page .. first_page + num_pages` of the prompt, whose `num_bytes` come next on the room's data
+    connection to `address` (host:port; `pdjax.transfer.tcp_link`).
 
     `checksum` is xxh3-64 over the chunk's bytes.
     """
@@ -251,10 +248,7 @@ class ChunkHead(msgspec.Struct, frozen=True, tag="head"):
     num_pages: int
     num_bytes: int
     checksum: int
-
-
-class ChunkData(msgspec.Struct, frozen=True, tag="data"):
-    payload: bytes
+    address: str
 
 
 class ChunkOffer(msgspec.Struct, frozen=True, tag="offer"):
@@ -294,4 +288,4 @@ class SendFailed(msgspec.Struct, frozen=True, tag="send_failed"):
     message: str
 
 
-KVFrame = Accepted | Refused | ChunkHead | ChunkData | ChunkOffer | ChunkLast | SendFailed
+KVFrame = Accepted | Refused | ChunkHead | ChunkOffer | ChunkLast | SendFailed

@@ -111,9 +111,9 @@ def config_help() -> str:
 def check_role(config: Config, role: str) -> None:
     """Refuse what the fields allow but `role` cannot do. Raises ConfigError with every problem."""
     problems = []
-    is_between_processes = config.transfer.kind in ("grpc", "jax_transfer")
+    is_between_processes = config.transfer.kind in ("tcp", "jax_transfer")
     if role != "router" and not is_between_processes and not (role == "unified" and config.transfer.kind == "loopback"):
-        problems.append(f"transfer.kind {config.transfer.kind} stays inside one process; --role {role} needs grpc or jax_transfer")
+        problems.append(f"transfer.kind {config.transfer.kind} stays inside one process; --role {role} needs tcp or jax_transfer")
     workers = config.prefill.count + config.decode.count
     if role == "all" and config.decode.count < 1:
         problems.append(f"decode.count must be at least 1 with --role all, got {config.decode.count}")

@@ -66,7 +66,7 @@ def test_a_router_needs_no_engine(tmp_path: Path) -> None:
         ("input: in.jsonl\noutput: FOLDER/o\nrequest: {stream: true}", "request.stream: a batch has no streams"),
         ("input: in.jsonl\noutput: FOLDER/o\nrequest: {prompt: x}", "request: prompt and messages belong into the input"),
         ("input: in.jsonl\noutput: FOLDER/o\nconfig: {engine: {num_pages: 1}}", "config: engine.num_pages must be at least 4, got 1"),
-        ("input: in.jsonl\noutput: FOLDER/o\nconfig: {transfer: {kind: grpc}}", "transfer.kind grpc moves KV between processes"),
+        ("input: in.jsonl\noutput: FOLDER/o\nconfig: {transfer: {kind: tcp}}", "transfer.kind tcp moves KV between processes"),
         ("input: in.jsonl\noutput: FOLDER/o\nconfig: none.yaml", "there is no configuration file none.yaml"),
         ("input: [in", "line 1"),
     ],

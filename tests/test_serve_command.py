@@ -108,13 +108,13 @@ def test_check_loads_neither_jax_nor_a_server() -> None:
 @pytest.mark.parametrize(
     ("role", "override", "problem"),
     [
-        ("all", "transfer.kind=device_put", "transfer.kind device_put stays inside one process; --role all needs grpc or jax_transfer"),
+        ("all", "transfer.kind=device_put", "transfer.kind device_put stays inside one process; --role all needs tcp or jax_transfer"),
         (
             "unified",
             "transfer.kind=device_put",
-            "transfer.kind device_put stays inside one process; --role unified needs grpc or jax_transfer",
+            "transfer.kind device_put stays inside one process; --role unified needs tcp or jax_transfer",
         ),
-        ("prefill", "transfer.kind=loopback", "transfer.kind loopback stays inside one process; --role prefill needs grpc or jax_transfer"),
+        ("prefill", "transfer.kind=loopback", "transfer.kind loopback stays inside one process; --role prefill needs tcp or jax_transfer"),
         ("all", "decode.count=0", "decode.count must be at least 1 with --role all, got 0"),
         ("all", "worker.port=9000", "worker.port 9000 cannot serve 2 workers on one machine; use 0, any free port"),
         ("all", "worker.router=h:1", "worker.router h:1 has no meaning with --role all, which starts a router of its own"),

@@ -16,18 +16,19 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from pdjax import rpc
-from pdjax.protocol import KVPoll, Layout, Peer
+from pdjax.protocol import PROTOCOL_VERSION, KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, KVSender, KVSink, KVSource, ReceivedChunk, TransferLimits
 from pdjax.transfer.checksum import ChecksumPrograms
 from pdjax.transfer.device_put import DevicePutMover
 from pdjax.transfer.frames import PageForm
-from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_receive import Lander
 from pdjax.transfer.grpc_send import Carriers
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.transfer.in_process import InProcessSink, InProcessSource, Mover, Registry
 from pdjax.transfer.jax_receive import PullLander
 from pdjax.transfer.jax_send import Endpoint, OfferCarriers
+from pdjax.transfer.tcp_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.tcp_link import DataListener
 from pdjax.transfer.loopback import LoopbackMover
 from pdjax.transfer.rooms import Counts
 
@@ -184,7 +185,8 @@ class GrpcRig(Rig):
         return GrpcSink(layout, self.sink_peer, self.lander(layout), self.loop, self.wake, self.limits, self.clock)
 
     def carriers(self) -> Carriers:
-        return ByteCarriers(LAYOUT)
+        self.listener = DataListener("127.0.0.1")
+        return ByteCarriers(LAYOUT, self.listener)
 
     def lander(self, layout: Layout) -> Lander:
         return ByteLander(layout, Landing(jax.device_put, BUCKETS))
@@ -220,8 +222,8 @@ def programs_for(layout: Layout) -> ChecksumPrograms:
     return ChecksumPrograms(PageForm.of(layout), (), SingleDeviceSharding(jax.devices()[0]))
 
 
-RIGS: dict[str, type[Rig]] = {"grpc": GrpcRig, "jax_transfer": JaxRig, "device_put": InProcessRig, "loopback": LoopbackRig}
-MOVING = ["grpc", "jax_transfer", "device_put"]
+RIGS: dict[str, type[Rig]] = {"tcp": GrpcRig, "jax_transfer": JaxRig, "device_put": InProcessRig, "loopback": LoopbackRig}
+MOVING = ["tcp", "jax_transfer", "device_put"]
 
 
 @pytest.fixture(params=list(RIGS))
@@ -350,7 +352,7 @@ def test_a_prefix_that_is_no_multiple_of_the_page_size_is_turned_down_before_any
         ("model_fingerprint", "other", "tiny"),
         ("num_layers", 30, 3),
         ("head_dim", 64, 8),
-        ("protocol_version", 99, 1),
+        ("protocol_version", 99, PROTOCOL_VERSION),
     ],
 )
 def test_a_refused_announcement_names_both_values(rig: Rig, field: str, value: int | str, here: int | str) -> None:

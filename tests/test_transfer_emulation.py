@@ -15,7 +15,8 @@ from pdjax.config.load import ConfigError, load_config
 from pdjax.protocol import KVPoll
 from pdjax.transfer.base import Emulation, TransferLimits
 from pdjax.transfer.emulation import BURST_S, EmulatedLink, LateAnnouncer, Pipe, RealLink, make_announcer, make_link
-from pdjax.transfer.grpc_bytes import ByteCarriers
+from pdjax.transfer.tcp_bytes import ByteCarriers
+from pdjax.transfer.tcp_link import DataListener
 from pdjax.transfer.grpc_send import Carriers
 from pdjax.transfer.rooms import Counters, RoomMeter, RoomTransfer
 from pdjax.worker.build import transfer_limits
@@ -100,10 +101,10 @@ def test_without_emulation_the_link_is_the_real_one_and_announcements_are_prompt
 
 class SlowGrpcRig(GrpcRig):
     def carriers(self) -> Carriers:
-        return ByteCarriers(LAYOUT, self.limits.emulation)
+        return ByteCarriers(LAYOUT, DataListener("127.0.0.1"), self.limits.emulation)
 
 
-RIGS: dict[str, type[Rig]] = {"grpc": SlowGrpcRig, "device_put": InProcessRig}
+RIGS: dict[str, type[Rig]] = {"tcp": SlowGrpcRig, "device_put": InProcessRig}
 
 
 @pytest.fixture(params=list(RIGS))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -16,10 +18,8 @@ import xxhash
 
 from pdjax import rpc
 from pdjax.protocol import (
-    KV_FRAME_BYTES,
     Accepted,
     Announce,
-    ChunkData,
     ChunkHead,
     ChunkLast,
     KVFrame,
@@ -31,8 +31,9 @@ from pdjax.protocol import (
 )
 from pdjax.transfer.base import TransferLimits
 from pdjax.transfer.frames import PageForm
-from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
+from pdjax.transfer.tcp_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.tcp_link import DataListener
 from tests.test_transfer_contract import LAYOUT, META, WAIT_S, GrpcRig, rows_of
 
 PAGE_BYTES = PageForm.of(LAYOUT).num_bytes
@@ -79,21 +80,46 @@ def host(rig: GrpcRig) -> Iterator[Host]:
     made.stop()
 
 
-def scripted(messages: list[KVFrame | bytes], then_hang: bool = False) -> grpc.GenericRpcHandler:
-    """A prefill worker that answers every announcement with `messages`, well-formed or not."""
+class Data(NamedTuple):
+    """Bytes on the data connection."""
 
-    async def serve(_: Announce, context: grpc.aio.ServicerContext) -> None:
-        for message in messages:
-            await context.write(message if isinstance(message, bytes) else rpc.encode(message))
-        if then_hang:
-            await asyncio.Event().wait()
+    payload: bytes
+
+
+Script = list[KVFrame | bytes | Data]
+
+
+def scripted(messages: Script, listener: DataListener, then_hang: bool = False) -> grpc.GenericRpcHandler:
+    """A prefill worker that answers every announcement with `messages`, well-formed or not. Heads without an address get the listener's."""
+
+    async def serve(announce: Announce, context: grpc.aio.ServicerContext) -> None:
+        connection = listener.expect(announce.room)
+        try:
+            for message in messages:
+                if isinstance(message, Data):
+                    await asyncio.get_running_loop().sock_sendall(await asyncio.shield(connection), message.payload)
+                    continue
+                if isinstance(message, ChunkHead) and not message.address:
+                    message = msgspec.structs.replace(message, address=listener.address)
+                await context.write(message if isinstance(message, bytes) else rpc.encode(message))
+            if then_hang:
+                await asyncio.Event().wait()
+        finally:
+            listener.forget(announce.room)
 
     method = grpc.unary_stream_rpc_method_handler(serve, request_deserializer=rpc.decoder(Announce))
     return grpc.method_handlers_generic_handler(rpc.WORKER_SERVICE, {"FetchKV": method})
 
 
-def head(first_page: int = 0, num_pages: int = 2, num_bytes: int = 2 * PAGE_BYTES, payload: bytes = ROWS) -> ChunkHead:
-    return ChunkHead(first_page, num_pages, num_bytes, xxhash.xxh3_64_intdigest(payload))
+@pytest.fixture
+def listener(rig: GrpcRig) -> Iterator[DataListener]:
+    made = DataListener("127.0.0.1")
+    yield made
+    made.close()
+
+
+def head(first_page: int = 0, num_pages: int = 2, num_bytes: int = 2 * PAGE_BYTES, address: str = "") -> ChunkHead:
+    return ChunkHead(first_page, num_pages, num_bytes, xxhash.xxh3_64_intdigest(ROWS), address)
 
 
 def flipped(payload: bytes) -> bytes:
@@ -101,12 +127,12 @@ def flipped(payload: bytes) -> bytes:
 
 
 OK = Accepted("p-1")
-DATA = ChunkData(ROWS)
+DATA = Data(ROWS)
 
 
-def test_the_script_itself_is_right(rig: GrpcRig, host: Host) -> None:
+def test_the_script_itself_is_right(rig: GrpcRig, host: Host, listener: DataListener) -> None:
     """Without this, every case below could fail for a reason of its own making."""
-    port = host.start(scripted([OK, OK, head(), DATA, OK, head(first_page=2), DATA, ChunkLast(4, META)]))
+    port = host.start(scripted([OK, OK, head(), DATA, OK, head(first_page=2), DATA, ChunkLast(4, META)], listener))
     receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
     chunks = rig.drain(receiver)
     assert [(chunk.first_page, chunk.num_pages) for chunk in chunks] == [(0, 2), (2, 2)]
@@ -117,36 +143,34 @@ def test_the_script_itself_is_right(rig: GrpcRig, host: Host) -> None:
 @pytest.mark.parametrize(
     ("messages", "kind", "text"),
     [
-        ([OK, head(), ChunkData(flipped(ROWS)), ChunkLast(2, META)], "damaged", "pages 0 to 1 arrived damaged"),
+        ([OK, head(), Data(flipped(ROWS)), ChunkLast(2, META)], "damaged", "pages 0 to 1 arrived damaged"),
+        ([OK, head(), Data(ROWS + b"x" + ROWS), head(first_page=2)], "damaged", "pages 2 to 3 arrived damaged"),
         ([OK, head(first_page=1), DATA], "protocol", "chunk starts at page 1, page 0 was next"),
         ([OK, head(), DATA, head(), DATA], "protocol", "chunk starts at page 0, page 2 was next"),
         ([OK, head(num_pages=3), DATA], "protocol", f"chunk of 3 pages announces {2 * PAGE_BYTES} bytes"),
         ([OK, head(num_pages=17, num_bytes=17 * PAGE_BYTES)], "protocol", "chunk of 17 pages, 1 to 16 are taken"),
-        ([OK, head(), DATA, DATA], "protocol", "unexpected DataView between chunks"),
-        ([OK, head(), ChunkData(ROWS + b"x")], "protocol", f"data frame of {2 * PAGE_BYTES + 1} bytes"),
-        ([OK, head(), ChunkData(b"")], "protocol", "data frame of 0 bytes"),
-        ([OK, head(), head()], "protocol", "unexpected ChunkHead inside a chunk"),
-        ([OK, head(), ChunkData(ROWS[:50]), OK], "protocol", "unexpected Accepted inside a chunk"),
         ([OK, head(), DATA, ChunkLast(3, META)], "protocol", "2 pages have come, 3 were sent"),
         ([OK, ChunkLast(1, META)], "protocol", "0 pages have come, 1 were sent"),
-        ([OK, head(), ChunkData(ROWS[:50])], "protocol", "the stream ended before its last frame"),
+        ([OK, head(), Data(ROWS[:50])], "protocol", "the stream ended before its last frame"),
+        ([OK, head()], "protocol", "the stream ended before its last frame"),
         ([OK], "protocol", "the stream ended before its last frame"),
         ([], "protocol", "the stream ended before its last frame"),
-        ([head(), DATA], "protocol", "unexpected ChunkHead as the answer"),
+        ([head()], "protocol", "unexpected ChunkHead as the answer"),
         ([OK, Refused("late")], "protocol", "unexpected Refused between chunks"),
         ([b"\xc1 not msgpack"], "protocol", "frame of 13 bytes is not a KVFrame"),
         ([OK, msgspec.msgpack.encode({"type": "head", "first_page": "one"})], "protocol", "is not a KVFrame"),
         ([Accepted("p-2")], "rejected", "worker was replaced: 'p-1' was asked, 'p-2' answered"),
         ([OK, Accepted("p-2")], "rejected", "worker was replaced"),
         ([OK, head(), SendFailed("evicted")], "peer_failed", "evicted"),
+        ([OK, head(), Data(ROWS[:50]), SendFailed("evicted")], "peer_failed", "evicted"),
         ([SendFailed("no place")], "peer_failed", "no place"),
         ([Refused("page_size 4 here, 8 there")], "refused", "page_size 4 here, 8 there"),
     ],
 )
 def test_a_stream_that_breaks_the_protocol_fails_its_room_with_a_clear_text_and_is_counted(
-    rig: GrpcRig, host: Host, messages: list[KVFrame | bytes], kind: str, text: str
+    rig: GrpcRig, host: Host, listener: DataListener, messages: Script, kind: str, text: str
 ) -> None:
-    port = host.start(scripted(messages))
+    port = host.start(scripted(messages, listener))
     receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
     rig.until(lambda: receiver.poll() is KVPoll.FAILED)
     assert text in str(receiver.failure()) and f"room 1 from prefill worker 127.0.0.1:{port}" in str(receiver.failure())
@@ -163,9 +187,11 @@ def test_a_method_that_the_other_side_does_not_have_fails_the_room(rig: GrpcRig,
     assert "UNIMPLEMENTED" in str(receiver.failure())
 
 
-@pytest.mark.parametrize("messages", [[OK], [OK, head(), ChunkData(ROWS[:50])]])
-def test_a_silent_sender_fails_the_room_after_the_stall_timeout(rig: GrpcRig, host: Host, messages: list[KVFrame | bytes]) -> None:
-    port = host.start(scripted(messages, then_hang=True))
+@pytest.mark.parametrize("messages", [[OK], [OK, head()], [OK, head(), Data(ROWS[:50])]])
+def test_a_silent_sender_fails_the_room_after_the_stall_timeout(
+    rig: GrpcRig, host: Host, listener: DataListener, messages: Script
+) -> None:
+    port = host.start(scripted(messages, listener, then_hang=True))
     receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
     rig.until(lambda: receiver.poll() is KVPoll.TRANSFERRING)
     rig.clock.now_s += 9.9
@@ -181,19 +207,49 @@ def _expires(rig: GrpcRig, receiver: Any) -> bool:
     return receiver.poll() is KVPoll.FAILED
 
 
-def test_a_chunk_of_many_frames_arrives_whole(rig: GrpcRig) -> None:
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [("127.0.0.1:1", "the data connection to 127.0.0.1:1 broke"), ("nowhere", "'nowhere' is no host:port"), ("[::1]:", "is no host:port")],
+)
+def test_a_data_connection_that_cannot_be_made_fails_its_room(
+    rig: GrpcRig, host: Host, listener: DataListener, address: str, text: str
+) -> None:
+    port = host.start(scripted([OK, head(address=address)], listener, then_hang=True))
+    receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
+    rig.until(lambda: receiver.poll() is KVPoll.FAILED)
+    assert text in str(receiver.failure())
+    assert rig.counts()[1].failures == {"peer_gone": 1}
+    rig.assert_nothing_open()
+
+
+@pytest.mark.parametrize("greeting", [b"", b"pdjaxkv1" + bytes(8), b"GET / HTTP/1.1\r\n\r\n", b"pdjaxkv1" + (77).to_bytes(8, "big")])
+def test_a_stranger_on_the_data_port_is_turned_away_and_disturbs_nobody(rig: GrpcRig, caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
+    sender, receiver = rig.pair()
+    with socket.create_connection(("127.0.0.1", int(rig.listener.address.rpartition(":")[2])), timeout=WAIT_S) as stranger:
+        stranger.sendall(greeting)
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # more than a greeting lies there unread
+            assert stranger.recv(1) == b""
+        rig.send(sender, 0, rows_of(2, 0))
+        sender.finish(META)
+        assert len(rig.drain(receiver)) == 1
+    assert receiver.poll() is KVPoll.SUCCESS, receiver.failure()
+    assert "belongs to no room" in caplog.text
+
+
+def test_a_large_chunk_arrives_whole(rig: GrpcRig) -> None:
     layout = Layout(model_fingerprint="big", page_size=16, kv_dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64)
     page = PageForm.of(layout)
-    source = GrpcSource(layout, "p-big", ByteCarriers(layout), rig.wake)
+    source = GrpcSource(layout, "p-big", ByteCarriers(layout, DataListener("127.0.0.1")), rig.wake)
     host = Host(rig)
     port = host.start(source.handler())
-    sink = GrpcSink(layout, rig.sink_peer, ByteLander(layout, Landing(jax.device_put, (8,))), rig.loop, rig.wake)
-    bits = np.random.default_rng(5).integers(0, 256, 8 * page.num_bytes, np.uint8)
-    assert bits.nbytes > 2 * KV_FRAME_BYTES and bits.nbytes % KV_FRAME_BYTES
-    rows = bits.view(page.dtype).reshape(8, *page.shape)
+    sink = GrpcSink(layout, rig.sink_peer, ByteLander(layout, Landing(jax.device_put, (32,))), rig.loop, rig.wake)
+    bits = np.random.default_rng(5).integers(0, 256, 32 * page.num_bytes, np.uint8)
+    assert bits.nbytes > 5 << 20 and bits.nbytes % (1 << 20), "more than a socket's buffers hold"
+    rows = bits.view(page.dtype).reshape(32, *page.shape)
     sender, receiver = source.create_sender(1), sink.open(1, Peer(f"127.0.0.1:{port}", "p-big"), 0)
     rig.until(sender.can_send)
-    sender.send(0, 8, jax.device_put(rows))
+    sender.send(0, 32, jax.device_put(rows))
     sender.finish(META)
     (chunk,) = rig.drain(receiver)
     assert np.asarray(chunk.kv).view(np.uint8).tobytes() == bits.tobytes()
@@ -254,7 +310,7 @@ def test_a_garbled_announcement_is_an_error_of_its_call_and_the_source_goes_on(r
 
 
 def test_an_announcement_that_nobody_claims_is_turned_away_in_time(rig: GrpcRig, host: Host) -> None:
-    source = GrpcSource(LAYOUT, "p-1", ByteCarriers(LAYOUT), rig.wake, TransferLimits(bootstrap_timeout_s=0.2))
+    source = GrpcSource(LAYOUT, "p-1", ByteCarriers(LAYOUT, DataListener("127.0.0.1")), rig.wake, TransferLimits(bootstrap_timeout_s=0.2))
     port = host.start(source.handler())
     receiver = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "p-1"), 0)
     rig.until(lambda: receiver.poll() is KVPoll.FAILED)
@@ -268,7 +324,7 @@ def test_an_announcement_that_nobody_claims_is_turned_away_in_time(rig: GrpcRig,
 
 
 def held_back(rig: GrpcRig) -> tuple[Any, Any]:
-    """A room whose receiver takes nothing, with a chunk so large that HTTP/2 holds its frames back."""
+    """A room whose receiver takes nothing, with a chunk so large that the connection holds them back."""
     sender, receiver = rig.pair()
     rows = np.zeros((16, *PageForm.of(LAYOUT).shape), np.float32)
     num_sent, looks_held = 0, 0
@@ -321,14 +377,14 @@ def test_a_held_back_receiver_notices_a_broken_connection_once_it_takes(rig: Grp
 
 
 def test_a_worker_that_replaces_another_at_its_address_is_reached_by_a_new_channel(rig: GrpcRig, host: Host) -> None:
-    first = GrpcSource(LAYOUT, "first", ByteCarriers(LAYOUT), rig.wake)
+    first = GrpcSource(LAYOUT, "first", ByteCarriers(LAYOUT, DataListener("127.0.0.1")), rig.wake)
     port = host.start(first.handler())
     lost = rig.sink.open(1, Peer(f"127.0.0.1:{port}", "first"), 0)
     first.create_sender(1)
     rig.until(lambda: lost.poll() is KVPoll.TRANSFERRING)
     host.stop()
     first.close()
-    second = GrpcSource(LAYOUT, "second", ByteCarriers(LAYOUT), rig.wake)
+    second = GrpcSource(LAYOUT, "second", ByteCarriers(LAYOUT, DataListener("127.0.0.1")), rig.wake)
     assert host.start(second.handler(), port) == port
     sender, receiver = second.create_sender(2), rig.sink.open(2, Peer(f"127.0.0.1:{port}", "second"), 0)
     rig.send(sender, 0, rows_of(1, 0))
@@ -343,7 +399,7 @@ def test_a_worker_that_replaces_another_at_its_address_is_reached_by_a_new_chann
 
 
 def test_after_a_broken_connection_the_next_room_gets_a_fresh_one(rig: GrpcRig, host: Host) -> None:
-    source = GrpcSource(LAYOUT, "p-9", ByteCarriers(LAYOUT), rig.wake)
+    source = GrpcSource(LAYOUT, "p-9", ByteCarriers(LAYOUT, DataListener("127.0.0.1")), rig.wake)
     port = host.start(source.handler())
     peer = Peer(f"127.0.0.1:{port}", "p-9")
     sender, receiver = source.create_sender(1), rig.sink.open(1, peer, 0)

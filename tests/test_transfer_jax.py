@@ -556,8 +556,8 @@ class OffersFromBytesRig(JaxRig):
 @pytest.mark.parametrize(
     ("rig_type", "text"),
     [
-        (BytesFromOffersRig, "transfer.kind 'jax_transfer' here, 'grpc' there"),
-        (OffersFromBytesRig, "transfer.kind 'grpc' here, 'jax_transfer' there"),
+        (BytesFromOffersRig, "transfer.kind 'jax_transfer' here, 'tcp' there"),
+        (OffersFromBytesRig, "transfer.kind 'tcp' here, 'jax_transfer' there"),
     ],
 )
 def test_workers_with_different_kinds_of_transfer_refuse_each_other_naming_both(rig_type: type[JaxRig], text: str) -> None:

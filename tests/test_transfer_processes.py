@@ -22,17 +22,18 @@ from pdjax.protocol import KVPoll, Layout, Peer
 from pdjax.transfer.base import KVReceiver, KVSender, TransferLimits
 from pdjax.transfer.checksum import ChecksumPrograms
 from pdjax.transfer.frames import PageForm
-from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.transfer.jax_receive import PullLander
 from pdjax.transfer.jax_send import Endpoint, OfferCarriers
+from pdjax.transfer.tcp_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.tcp_link import DataListener
 
 pytestmark = pytest.mark.live
 
 LAYOUT = Layout(model_fingerprint="tiny", page_size=16, kv_dtype="float32", num_layers=8, num_kv_heads=2, head_dim=64)
 ROWS_SHAPE = (4, 8, 16, 4, 64)  # 512 KiB
 BIG_PAGES = 512  # 64 MiB: long enough on its way to be stopped there
-KINDS = ["grpc", "jax_transfer"]
+KINDS = ["tcp", "jax_transfer"]
 LIMITS = TransferLimits(bootstrap_timeout_s=30.0, stall_timeout_s=1.0)
 PINGS = [*rpc.SERVER_OPTIONS, ("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500), ("grpc.http2.ping_timeout_ms", 500)]
 """The worker's server, impatient: of two options with one name gRPC takes the later."""
@@ -85,7 +86,7 @@ def endpoint() -> Endpoint:
 
 def sink_of(side: Side, kind: str) -> GrpcSink:
     lander = {
-        "grpc": lambda: ByteLander(LAYOUT, Landing(jax.device_put, (4, BIG_PAGES))),
+        "tcp": lambda: ByteLander(LAYOUT, Landing(jax.device_put, (4, BIG_PAGES))),
         "jax_transfer": lambda: PullLander(programs(), BIG_PAGES, endpoint(), LIMITS.stall_timeout_s),
     }[kind]()
     return GrpcSink(LAYOUT, Peer("decode:1", "d-1"), lander, side.loop, side.changed.set, LIMITS)
@@ -99,7 +100,7 @@ def is_waiting(sink: GrpcSink) -> bool:
 
 def source_of(side: Side, kind: str) -> GrpcSource:
     carriers = {
-        "grpc": lambda: ByteCarriers(LAYOUT),
+        "tcp": lambda: ByteCarriers(LAYOUT, DataListener("127.0.0.1")),
         "jax_transfer": lambda: OfferCarriers(programs(), endpoint(), max_offered_bytes=256 << 20),
     }[kind]()
     return GrpcSource(LAYOUT, "p-1", carriers, side.changed.set, LIMITS)
@@ -128,7 +129,7 @@ def big_prefill_process(pipe: Connection, kind: str) -> None:
     sender, later = source.create_sender(1), source.create_sender(2)
     side.until(sender.can_send)
     sender.send(0, BIG_PAGES, jax.numpy.ones((BIG_PAGES, *ROWS_SHAPE[1:]), "float32"))
-    while not (sender.poll() is KVPoll.TRANSFERRING and (kind == "grpc" or source.counters.snapshot().bytes_offered)):
+    while not (sender.poll() is KVPoll.TRANSFERRING and (kind == "tcp" or source.counters.snapshot().bytes_offered)):
         pass
     os.kill(os.getpid(), number)
     side.until(later.can_send)

@@ -119,9 +119,9 @@ class SchedulerConfig(Section):
 
 
 class TransferConfig(Section):
-    kind: Literal["grpc", "jax_transfer", "device_put", "loopback"] = Field(
-        "grpc",
-        description="how KV moves: `grpc` between processes through host memory, `jax_transfer` between processes from device to device, "
+    kind: Literal["tcp", "jax_transfer", "device_put", "loopback"] = Field(
+        "tcp",
+        description="how KV moves: `tcp` between processes through host memory, `jax_transfer` between processes from device to device, "
         "`device_put` inside one process, `loopback` for benchmarks without a link",
     )
     max_chunks_in_flight: int = Field(4, ge=1, description="chunks of one sequence between gather and install")

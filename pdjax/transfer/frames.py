@@ -1,32 +1,21 @@
-"""One chunk as frames on a byte stream, and back. No I/O and no threads here.
+"""One chunk as bytes, and back. No I/O and no threads here.
 
-Neither side holds more than one chunk in this form: frames are views of the chunk's own host buffer, and arriving frames are written
-straight into the buffer that becomes the received array.
+Neither side holds more than one chunk in this form: what is sent is a view of the chunk's own host buffer, and what arrives is written straight
+into the buffer that becomes the received array.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import xxhash
 
-from pdjax.protocol import KV_FRAME_BYTES, Accepted, ChunkData, ChunkHead, ChunkLast, ChunkOffer, Layout, Refused, SendFailed
+from pdjax.protocol import ChunkHead, Layout
 from pdjax.transfer.rooms import FailureKind, RoomFault
 from pdjax.transfer.sender import OutboundChunk
-
-
-class DataView(msgspec.Struct, frozen=True, tag="data"):
-    """A `ChunkData` on arrival: the payload stays where the message lies instead of being copied out of it."""
-
-    payload: memoryview
-
-
-ArrivingFrame = Accepted | Refused | ChunkHead | DataView | ChunkOffer | ChunkLast | SendFailed
 
 
 class PageForm(NamedTuple):
@@ -52,8 +41,8 @@ class HostChunk(NamedTuple):
     payload: memoryview
 
 
-def to_host(chunk: OutboundChunk, page: PageForm) -> HostChunk:
-    """Copy the counting rows of a chunk to the host (on CPU: look at them in place) and take their checksum.
+def to_host(chunk: OutboundChunk, page: PageForm, address: str) -> HostChunk:
+    """Copy the counting rows of a chunk to the host (on CPU: look at them in place) and take their checksum. `address`: where they are read.
 
     Waits until the array is computed; raises what its computation raised.
     """
@@ -61,13 +50,7 @@ def to_host(chunk: OutboundChunk, page: PageForm) -> HostChunk:
     assert rows.shape[1:] == page.shape and rows.dtype == page.dtype, f"chunk of {rows.dtype}{rows.shape}, pages are {page}"
     payload = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8)).toreadonly()
     checksum = xxhash.xxh3_64_intdigest(payload)
-    return HostChunk(ChunkHead(chunk.first_page, chunk.num_pages, payload.nbytes, checksum), payload)
-
-
-def data_frames(payload: memoryview) -> Iterator[ChunkData]:
-    for start in range(0, payload.nbytes, KV_FRAME_BYTES):
-        # The encoder takes a view where the type says bytes; the copy into the message is the only one.
-        yield ChunkData(payload[start : start + KV_FRAME_BYTES])  # type: ignore[arg-type]
+    return HostChunk(ChunkHead(chunk.first_page, chunk.num_pages, payload.nbytes, checksum, address), payload)
 
 
 class ChunkBuffer:
@@ -92,16 +75,15 @@ class ChunkBuffer:
     def is_full(self) -> bool:
         return self._filled_bytes == self.head.num_bytes
 
-    def write(self, payload: memoryview) -> None:
-        """Raises RoomFault on a frame that is empty or exceeds what was announced."""
-        end = self._filled_bytes + payload.nbytes
-        if not self._filled_bytes < end <= self.head.num_bytes:
-            raise RoomFault(
-                FailureKind.PROTOCOL,
-                f"data frame of {payload.nbytes} bytes after {self._filled_bytes} of {self.head.num_bytes} announced",
-            )
-        self._view[self._filled_bytes : end] = payload
-        self._filled_bytes = end
+    @property
+    def rest(self) -> memoryview:
+        """Where the next bytes go: as many as are missing, to be followed by `filled`."""
+        return self._view[self._filled_bytes : self.head.num_bytes]
+
+    def filled(self, num_bytes: int) -> None:
+        """The first `num_bytes` of `rest` have been written."""
+        assert 0 < num_bytes <= self.head.num_bytes - self._filled_bytes, f"{num_bytes} bytes beyond {self.head.num_bytes}"
+        self._filled_bytes += num_bytes
 
     def verify(self) -> None:
         """Raises RoomFault where the bytes are not those that were sent."""

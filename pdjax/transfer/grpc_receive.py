@@ -1,7 +1,7 @@
 """The receiving half of a control stream: from the frames of one server stream to verified arrays on the device.
 
-How a chunk that a frame announces gets here is the business of a `Lander`: out of the stream itself (`grpc_bytes`), or beside it
-(`jax_receive`).
+How a chunk that a frame announces gets here is the business of a `Lander`: over the room's data connection (`tcp_bytes`), or from device to
+device (`jax_receive`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import abc
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -20,27 +21,31 @@ import msgspec
 from pdjax import rpc
 from pdjax.protocol import Accepted, Announce, ChunkHead, ChunkLast, ChunkOffer, ChunkPulled, KVFrame, Peer, Refused, SendFailed
 from pdjax.transfer.base import ReceivedChunk
-from pdjax.transfer.frames import ArrivingFrame, PageForm
+from pdjax.transfer.frames import PageForm
 from pdjax.transfer.grpc_channels import ChannelCache
 from pdjax.transfer.receiver import Intake, RoomReceiver
 from pdjax.transfer.rooms import FailureKind, RoomFault
+from pdjax.transfer.tcp_link import connect
 
 log = logging.getLogger(__name__)
 
 _TRAILING_S = 5.0  # for the end of a stream whose last frame has been read
-_decode_frame = rpc.decoder(ArrivingFrame)
+_REASON_S = 1.0  # for the sender's word on why a chunk did not come
+_decode_frame = rpc.decoder(KVFrame)
 
 
 class RoomFrames:
-    """Reads the frames of one room, with the receiver's stall clock running while it waits."""
+    """Reads the frames of one room, and the bytes of its data connection if it has one, with the receiver's stall clock running while it
+    waits."""
 
     def __init__(self, receiver: RoomReceiver, source: Peer, channel: grpc.aio.Channel, call: grpc.aio.UnaryStreamCall) -> None:
         self.receiver = receiver
         self.source = source
         self._channel = channel
         self._call = call
+        self._data: socket.socket | None = None
 
-    async def next(self) -> ArrivingFrame:
+    async def next(self) -> KVFrame:
         """Raises RoomFault where the stream ends or holds something else than a frame, AioRpcError where it breaks."""
         self.receiver.awaits_sender()
         message = await self._call.read()
@@ -51,6 +56,26 @@ class RoomFrames:
             return _decode_frame(message)
         except msgspec.MsgspecError as error:
             raise RoomFault(FailureKind.PROTOCOL, f"frame of {len(message)} bytes is not a KVFrame: {error}") from error
+
+    async def read_bytes(self, address: str, target: memoryview) -> int:
+        """The number of bytes, at least 1, that were read into `target` from the data connection, which is made if there is none.
+
+        Raises OSError where there can be none, or where it ends.
+        """
+        self.receiver.awaits_sender()
+        if self._data is None:
+            self._data = await connect(address, self.receiver.room)
+        num_bytes = await asyncio.get_running_loop().sock_recv_into(self._data, target)
+        self.receiver.heard_sender()
+        if not num_bytes:
+            raise ConnectionResetError("the sender has closed it")
+        return num_bytes
+
+    def close(self) -> None:
+        """The room has ended."""
+        self._call.cancel()
+        if self._data is not None:
+            self._data.close()
 
     async def trailing(self) -> None:
         """Let the stream end by itself: a cancellation could reach the sender before it knows that the last frame has left."""
@@ -147,10 +172,11 @@ class RoomFetch(Intake):
             await self._before()
             async with self._channels.lease(self._source) as channel:
                 call = channel.unary_stream(rpc.FETCH_KV, request_serializer=rpc.encode)(self._announce)
+                frames = RoomFrames(self.receiver, self._source, channel, call)
                 try:
-                    await self._read(RoomFrames(self.receiver, self._source, channel, call))
+                    await self._read(frames)
                 finally:
-                    call.cancel()
+                    frames.close()
         except RoomFault as fault:
             self.receiver.end(fault.kind, f"{where}: {fault}")
         except grpc.aio.AioRpcError as error:
@@ -175,7 +201,7 @@ class RoomFetch(Intake):
             else:
                 raise unexpected(frame, "between chunks")
 
-    def _check_answer(self, frame: ArrivingFrame) -> None:
+    def _check_answer(self, frame: KVFrame) -> None:
         if isinstance(frame, Refused):
             raise RoomFault(FailureKind.REFUSED, f"refused: {frame.message}")
         if not isinstance(frame, Accepted):
@@ -209,8 +235,21 @@ class RoomFetch(Intake):
         self.receiver.complete(last.metadata)
 
 
-def unexpected(frame: KVFrame | ArrivingFrame, where: str) -> RoomFault:
+def unexpected(frame: KVFrame, where: str) -> RoomFault:
     """The fault of a frame that does not belong where it came."""
     if isinstance(frame, SendFailed):
         return RoomFault(FailureKind.PEER_FAILED, frame.message)
     return RoomFault(FailureKind.PROTOCOL, f"unexpected {type(frame).__name__} {where}")
+
+
+async def reason(frames: RoomFrames, fault: RoomFault) -> Exception:
+    """What ended the room. Where a chunk does not come, the sender knows why: it says so in the stream, or its connection breaks."""
+    try:
+        async with asyncio.timeout(_REASON_S):
+            while not isinstance(frame := await frames.next(), SendFailed):
+                pass
+    except TimeoutError:
+        return fault
+    except (RoomFault, grpc.aio.AioRpcError) as reason:
+        return reason
+    return unexpected(frame, "after a chunk that did not come")

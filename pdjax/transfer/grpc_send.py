@@ -1,6 +1,6 @@
 """The sending half of a control stream: from the engine loop's items to the frames of one server stream.
 
-How chunks leave is the business of a `Carrier`: in the stream itself (`grpc_bytes`), or beside it (`jax_send`).
+How chunks leave is the business of a `Carrier`: over the room's data connection (`tcp_bytes`), or from device to device (`jax_send`).
 """
 
 from __future__ import annotations

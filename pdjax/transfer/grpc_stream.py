@@ -1,12 +1,12 @@
 """KV between processes, one gRPC server stream a room. How chunks move is one of two:
 
-* as bytes in the stream itself, staged through host memory (`grpc_bytes`): works between any two machines;
-* device to device beside it, offered in the stream and pulled (`jax_send`, `jax_receive`).
+* as bytes over a TCP connection of the room, staged through host memory (`tcp_bytes`): works between any two machines;
+* device to device, offered in the stream and pulled (`jax_send`, `jax_receive`).
 
 The stream is announcement and control channel in one. Decode calls `FetchKV(Announce)` on prefill and reads:
 
     Accepted                       the room has a sender; repeated as a sign of life while there is nothing to send
-    ChunkHead, ChunkData ...       one chunk, in frames of KV_FRAME_BYTES; or
+    ChunkHead                      one chunk, whose bytes come on the data connection; or
     ChunkOffer                     one chunk to be pulled; decode calls `PulledKV(ChunkPulled)` when it has it
     ChunkLast                      the metadata row; the stream ends
     SendFailed                     at any place: prefill failed the room; the stream ends
@@ -18,10 +18,10 @@ Who owes what, and for how long:
 * Receiver: from Accepted on it hears something every `stall_timeout_s`, or fails. The sender gives a sign of life at least four times
   in that time, however long prefill computes. While the receiver holds the link back because its engine has not taken chunks, no
   clock runs; a connection that breaks meanwhile is noticed with the next `take`.
-* Sender: a frame that is not accepted, or an offer that is not taken, may mean a receiver that holds back on purpose, which is no
+* Sender: a frame or bytes that are not accepted, or an offer that is not taken, may mean a receiver that holds back on purpose, which is no
   fault. One that is stopped or unreachable is told apart by gRPC's own pings (`rpc.SERVER_OPTIONS`), which close the connection. Past
   both, what waits for `hold_timeout_s` fails the room. What gRPC has of a frame is let go when the stream ends.
-* With bytes, the end of the stream is all the confirmation there is: the sender's SUCCESS means that the last frame has left under the
+* With bytes, the end of the stream is all the confirmation there is: the sender's SUCCESS means that the last byte has left under the
   receiver's flow control. A receiver that finds the last chunk damaged fails on its own side only, and says so to the router. With
   offers, SUCCESS means that every chunk was verified.
 """
@@ -133,7 +133,7 @@ class GrpcSource(KVSource):
         except asyncio.CancelledError:
             self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away")
             raise
-        except grpc.aio.BaseError as error:  # a frame could not be written; gRPC cancels this call as soon as it knows why
+        except (grpc.aio.BaseError, OSError) as error:  # something could not be written; gRPC cancels this call as soon as it knows why
             self._table.withdraw(room, outlet, FailureKind.PEER_GONE, f"room {room}: the receiver went away: {error}")
             await asyncio.sleep(_CANCEL_S)
         except Exception as error:  # one room's array is bad, or this module is: that room ends, the server goes on

@@ -7,13 +7,12 @@ import functools
 import logging
 import time
 
-import grpc.aio
 import jax
 
-from pdjax.protocol import ChunkHead, ChunkOffer, Peer, SendFailed
+from pdjax.protocol import ChunkHead, ChunkOffer, Peer
 from pdjax.transfer.base import ReceivedChunk
 from pdjax.transfer.checksum import ChecksumPrograms
-from pdjax.transfer.grpc_receive import Lander, RoomFrames, unexpected
+from pdjax.transfer.grpc_receive import Lander, RoomFrames, reason, unexpected
 from pdjax.transfer.jax_links import PullLink, start_server
 from pdjax.transfer.jax_send import TRANSPORT, Endpoint
 from pdjax.transfer.rooms import Counters, FailureKind, RoomFault
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 
 MAX_LINKS = 32
 """Prefill workers come and go; of the links beyond this many the one that was used longest ago ends behind its last pull."""
-_REASON_S = 1.0  # for the sender's word on why a pull failed
 _CLOSE_S = 2.0
 
 
@@ -57,7 +55,7 @@ class PullLander(Lander):
             raise
         except Exception as error:  # whatever the library or the device reports ends this room only
             fault = RoomFault(FailureKind.DEVICE, f"pulling pages from {opening.first_page} on failed: {error}")
-            raise await _reason(frames, fault) from error
+            raise await reason(frames, fault) from error
         return ReceivedChunk(opening.first_page, opening.num_pages, kv)
 
     def close(self) -> None:
@@ -111,16 +109,3 @@ class PullLander(Lander):
         if link.waited_s() > self._stall_timeout_s:
             raise RoomFault(FailureKind.STALLED, f"a chunk that was asked for {link.waited_s():.1f} s ago is still on its way")
         return link
-
-
-async def _reason(frames: RoomFrames, fault: RoomFault) -> Exception:
-    """What ended the room. Where a pull fails, the sender knows why: it says so in the stream, or its connection breaks."""
-    try:
-        async with asyncio.timeout(_REASON_S):
-            while not isinstance(frame := await frames.next(), SendFailed):
-                pass
-    except TimeoutError:
-        return fault
-    except (RoomFault, grpc.aio.AioRpcError) as reason:
-        return reason
-    return unexpected(frame, "after a chunk that could not be pulled")

@@ -13,18 +13,19 @@ from pdjax.protocol import Layout
 from pdjax.transfer.base import TransferLimits
 from pdjax.transfer.checksum import ChecksumPrograms
 from pdjax.transfer.frames import PageForm
-from pdjax.transfer.grpc_bytes import ByteCarriers, ByteLander, Landing
 from pdjax.transfer.grpc_receive import Lander
 from pdjax.transfer.grpc_send import Carriers
 from pdjax.transfer.jax_receive import PullLander
 from pdjax.transfer.jax_send import Endpoint, OfferCarriers
+from pdjax.transfer.tcp_bytes import ByteCarriers, ByteLander, Landing
+from pdjax.transfer.tcp_link import DataListener
 
 
 def make_carriers(config: Config, layout: Layout, limits: TransferLimits) -> Carriers:
     """What a prefill worker sends with; compiles what that needs. Raises ValueError or OSError where this machine cannot do it."""
     if config.transfer.kind == "jax_transfer":
         return OfferCarriers(_programs(config, layout), _endpoint(config), config.transfer.max_offered_bytes, limits.emulation)
-    return ByteCarriers(layout, limits.emulation)
+    return ByteCarriers(layout, DataListener(config.worker.host, _host(config)), limits.emulation)
 
 
 def make_lander(config: Config, layout: Layout, limits: TransferLimits, engine: Engine) -> Lander:
@@ -41,9 +42,12 @@ def _programs(config: Config, layout: Layout) -> ChecksumPrograms:
 
 def _endpoint(config: Config) -> Endpoint:
     """At the address under which others reach this worker: its servers tell it to each other."""
-    host = config.worker.advertise_host or config.worker.host
-    address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    address = socket.getaddrinfo(_host(config), None, type=socket.SOCK_STREAM)[0][4][0]
     return Endpoint(str(address), _device())
+
+
+def _host(config: Config) -> str:
+    return config.worker.advertise_host or config.worker.host
 
 
 def _device() -> jax.Device:
