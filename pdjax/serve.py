@@ -92,6 +92,13 @@ def make_parser() -> argparse.ArgumentParser:
     shortcuts.add_argument("--host", action=_SetField, const="server.host", metavar="ADDRESS", type=json.dumps)
     shortcuts.add_argument("--port", action=_SetField, const="server.port", metavar="PORT")
     shortcuts.add_argument("--model", action=_SetField, const="model.source", metavar="SOURCE", type=json.dumps)
+    shortcuts.add_argument(
+        "--random-weights",
+        action=_SetField,
+        const="model.source",
+        metavar="SHAPE",
+        type=lambda shape: json.dumps(f"random:{shape}"),
+    )
     shortcuts.add_argument("--optimistic-prefill-retries", action=_SetField, const="scheduler.optimistic_prefill_retries", metavar="N")
     parser.add_argument("--child", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
@@ -256,9 +263,10 @@ def run_part(config: Config, role: str, progress: Progress) -> int:
 def _load_part(role: str) -> Callable[[Config, Progress], int]:
     """Imported here, by the process that runs it: a router does without JAX, and `--check` without both."""
     if role == "router":
+        from pdjax.batches.endpoints import batch_extension
         from pdjax.router.main import run_router
 
-        return run_router
+        return lambda config, progress: run_router(config, progress, [batch_extension(config)])
     from pdjax.worker.main import run_worker
 
     return lambda config, progress: run_worker(config, role, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     body = response.json()
     assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
     assert response.headers["content-type"] == "application/json"
+    [request_id] = response.headers.get_list("x-request-id")
+    assert re.fullmatch("(req|cmpl|chatcmpl)-[0-9a-f]{32}", request_id)
     return body["error"]
 
 
@@ -328,7 +331,25 @@ def test_the_tokenizers_endpoints_refuse_in_the_same_way(served, path, body, par
     assert refusal(served, path, body)["param"] == param
 
 
-def test_an_unexpected_exception_is_logged_in_full(served, caplog):
+def test_an_unexpected_exception_is_logged_in_full_under_the_id_that_the_client_is_told(served, caplog):
     served.backend.fail_at = 0
-    assert served.http.post("/v1/completions", json=COMPLETION).status_code == 500
+    response = served.http.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 500
     assert "secret detail" in caplog.text and "Traceback" in caplog.text
+    assert f"{response.headers['x-request-id']} failed unexpectedly" in caplog.text
+
+
+@pytest.mark.parametrize("path, body", [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fail_at", [None, 0, 3])
+def test_good_and_bad_answers_carry_the_id_under_which_the_request_was_worked_on(served, path, body, stream, fail_at):
+    served.backend.fail_at, served.backend.error = fail_at, WorkerFailed("decode died")
+    response = served.http.post(path, json=body | {"stream": stream})
+    [call] = served.backend.calls
+    assert [f"{told}-0" for told in response.headers.get_list("x-request-id")] == [call.request_id]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/completions", "/nowhere"])
+def test_every_answer_to_anything_else_carries_an_id_of_its_own(served, path):
+    ids = {served.http.get(path).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3 and all(each.startswith("req-") for each in ids)

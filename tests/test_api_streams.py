@@ -214,7 +214,7 @@ def test_a_client_that_stops_reading_is_cut_off_after_its_deadline(monkeypatch):
                     yield event.encode()
                     client.reads.clear()
 
-        await EventStream(events(), 0.05, {})({"type": "http"}, client.receive, client.send)
+        await EventStream(events(), 0.05)({"type": "http"}, client.receive, client.send)
         return source.num_open, [message["type"] for message in client.messages]
 
     assert asyncio.run(run()) == (0, ["http.response.start", "http.response.body"])

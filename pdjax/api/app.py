@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pdjax.api.backend import Backend
 from pdjax.api.chat_template import ChatTemplate
 from pdjax.api.errors import ModelNotFound, RequestNotFound, install_error_handlers
+from pdjax.api.extension import Extension
 from pdjax.api.middleware import CLIENT_GONE_STATUS, Outermost
 from pdjax.api.responses import Model, ModelList, Status
 from pdjax.api.schemas import parse_chat, parse_completion, parse_detokenize, parse_tokenize
@@ -34,11 +36,13 @@ def create_app(
     server: ServerConfig,
     registry: CollectorRegistry | None = None,
     timelines: RequestTimelines | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> FastAPI:
     """The application, to be run by an ASGI server in the event loop that `backend` lives in.
 
     `chat_template` None: the model has none, chat requests get a 400. `registry`: where GET /metrics reads and the application's own
-    metrics go; one application a registry. `timelines`: where `backend` keeps what it remembers of requests.
+    metrics go; one application a registry. `timelines`: where `backend` keeps what it remembers of requests. `extensions`: whoever calls
+    this starts and stops them.
     """
     registry = CollectorRegistry() if registry is None else registry
     timelines = RequestTimelines() if timelines is None else timelines
@@ -47,8 +51,11 @@ def create_app(
     app.add_middleware(Outermost, metrics=metrics)
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _nobody_to_answer)
-    _Endpoints(Service(backend, tokenizer, chat_template, server, metrics), server, timelines).install(app)
+    service = Service(backend, tokenizer, chat_template, server, metrics)
+    _Endpoints(service, server, timelines).install(app)
     _StatusEndpoints(backend, registry, timelines).install(app)
+    for extension in extensions:
+        extension.install(app, service)
     return app
 
 
@@ -88,11 +95,11 @@ class _Endpoints:
 
     async def _answer(self, http: Request, job: Job, stream: bool, arrival: Arrival) -> Response:
         self._timelines.arrived(job.head.id, time.perf_counter() - arrival.clock)
-        headers = {"x-request-id": job.head.id}
+        http.state.request_id = job.head.id
         if stream:
-            return EventStream(job.chunks(), arrival.time_left_s, headers)
+            return EventStream(job.chunks(), arrival.time_left_s)
         body = await while_connected(http.receive, job.whole(), arrival.time_left_s)
-        return Response(body, headers=headers, media_type="application/json")
+        return Response(body, media_type="application/json")
 
     async def _body(self, http: Request) -> Any:
         return await read_json(http.scope, http.receive, self._max_body_bytes, self._timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import uuid
 from typing import NamedTuple
 
 import msgspec
@@ -33,14 +34,18 @@ class ContextLengthExceeded(InvalidField):
         super().__init__(message, param, "context_length_exceeded")
 
 
-class ModelNotFound(InvalidField):
+class NotFound(InvalidField):
+    """What the URL or a field names does not exist here."""
+
+
+class ModelNotFound(NotFound):
     """The request names a model that is not served here."""
 
     def __init__(self, wanted: str, served: str):
         super().__init__(f"model {wanted[:100]!r} does not exist here; this server has {served!r}", "model", "model_not_found")
 
 
-class RequestNotFound(InvalidField):
+class RequestNotFound(NotFound):
     """Nothing is remembered of the request whose timeline was asked for."""
 
     def __init__(self, request_id: str):
@@ -48,7 +53,7 @@ class RequestNotFound(InvalidField):
 
 
 class BodyTooLarge(InvalidField):
-    """The request body exceeds `server.max_body_bytes`."""
+    """The request body exceeds the limit of its endpoint, `server.max_body_bytes` where there is no other."""
 
     def __init__(self, max_bytes: int):
         super().__init__(f"request body exceeds {max_bytes} bytes", None, "request_too_large")
@@ -73,8 +78,14 @@ class ErrorReply(NamedTuple):
     headers: dict[str, str]
 
 
-def error_reply(error: Exception) -> ErrorReply:
-    """Sort an exception by what the client can do about it. Unknown ones are logged and told apart from nothing: plain 500."""
+def new_request_id() -> str:
+    """For what ends before it has an id of its own, such as a completion's."""
+    return f"req-{uuid.uuid4().hex}"
+
+
+def error_reply(error: Exception, request_id: str | None = None) -> ErrorReply:
+    """Sort an exception by what the client can do about it. Unknown ones are logged, with the id that the client is told, and told apart
+    from nothing: plain 500."""
     if isinstance(error, BadRequest):
         return _bad_request(error)
     if isinstance(error, OverCapacity):
@@ -89,12 +100,12 @@ def error_reply(error: Exception) -> ErrorReply:
         return _reply(504, "server_error", "deadline_exceeded", str(error), headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         return _http_error(error)
-    logger.error("request failed unexpectedly", exc_info=error)
+    logger.error("%s failed unexpectedly", request_id or "a request", exc_info=error)
     return _reply(500, "server_error", "internal_error", "the server failed to answer this request")
 
 
-def error_response(error: Exception) -> Response:
-    reply = error_reply(error)
+def error_response(error: Exception, request_id: str | None = None) -> Response:
+    reply = error_reply(error, request_id)
     return Response(msgspec.json.encode(reply.body), reply.status, reply.headers, media_type="application/json")
 
 
@@ -115,7 +126,7 @@ def _reply(
 
 
 def _bad_request(error: BadRequest) -> ErrorReply:
-    status = 404 if isinstance(error, ModelNotFound | RequestNotFound) else 413 if isinstance(error, BodyTooLarge) else 400
+    status = 404 if isinstance(error, NotFound) else 413 if isinstance(error, BodyTooLarge) else 400
     code = error.code if isinstance(error, InvalidField) else None
     return _reply(status, "invalid_request_error", code, str(error), error.param)
 

@@ -144,7 +144,7 @@ def parse_chat(body: Any) -> ChatRequest:
 
 def parse_tokenize(body: Any) -> TokenizeRequest:
     """Raises BadRequest naming the field at fault."""
-    request = _validated(TokenizeRequest, _known_fields(body, frozenset(TokenizeRequest.model_fields)))
+    request = validated(TokenizeRequest, _known_fields(body, frozenset(TokenizeRequest.model_fields)))
     if (request.prompt is None) == (request.messages is None):
         raise InvalidField("give either prompt or messages", "prompt", "invalid_value")
     return request
@@ -152,7 +152,7 @@ def parse_tokenize(body: Any) -> TokenizeRequest:
 
 def parse_detokenize(body: Any) -> DetokenizeRequest:
     """Raises BadRequest naming the field at fault."""
-    return _validated(DetokenizeRequest, _known_fields(body, frozenset(DetokenizeRequest.model_fields)))
+    return validated(DetokenizeRequest, _known_fields(body, frozenset(DetokenizeRequest.model_fields)))
 
 
 def _known_fields(body: Any, known: frozenset[str]) -> dict[str, Any]:
@@ -206,13 +206,14 @@ def _with_sampling(kind: type[Generation], fields: dict[str, Any], more_sampling
         params = SamplingParams(**sampling)
     except ValidationError as error:
         raise _bad_request(error) from None
-    request = _validated(kind, fields | {"sampling": params})
+    request = validated(kind, fields | {"sampling": params})
     if request.stream_options is not None and not request.stream:
         raise InvalidField("stream_options needs stream: true", "stream_options", "invalid_value")
     return request
 
 
-def _validated(kind: type[Request], fields: dict[str, Any]) -> Request:
+def validated(kind: type[Request], fields: dict[str, Any]) -> Request:
+    """Raises InvalidField for the first mistake."""
     try:
         return kind(**fields)
     except ValidationError as error:

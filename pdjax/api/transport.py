@@ -93,8 +93,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], time_left_s: float, headers: dict[str, str]):
-        super().__init__(None, headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncGenerator[bytes, None], time_left_s: float):
+        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._time_left_s = time_left_s

@@ -13,7 +13,9 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     source: str = Field(
-        "embedded:smollm2-135m-instruct", description="where the weights come from: `embedded:NAME` or the path of a GGUF file"
+        "embedded:smollm2-135m-instruct",
+        description="where the model comes from: `embedded:NAME`, a .gguf file, a Hugging Face folder, a folder that `pdjax.convert` wrote, "
+        "OWNER/NAME on the hub, or `random:SHAPE`, random weights of a named shape or a config.json, for measurements",
     )
     name: str | None = Field(None, description="the name that clients use; default: taken from the source")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and arithmetic")
@@ -42,6 +44,20 @@ class RouterConfig(Section):
     )
 
 
+class BatchesConfig(Section):
+    directory: str | None = Field(
+        None, description="folder in which the router keeps the files and batches of /v1/files and /v1/batches; null: these are off"
+    )
+    max_file_bytes: int = Field(200 << 20, ge=1024, description="largest file that is taken")
+    max_stored_bytes: int = Field(10 << 30, ge=1024, description="all files together; beyond that none is taken, results apart")
+    max_rows: int = Field(50_000, ge=1, description="requests of one batch")
+    max_open: int = Field(100, ge=1, description="batches that have not ended; beyond that clients get a 429")
+    max_in_progress: int = Field(2, ge=1, description="batches that are worked on at the same time; the others wait")
+    max_in_flight: int = Field(
+        8, ge=1, description="rows of all batches that are worked on at the same time; what is left of the system is for other requests"
+    )
+
+
 class WorkerConfig(Section):
     host: str = Field("127.0.0.1", description="address that a worker's gRPC server binds to")
     port: int = Field(0, ge=0, le=65535, description="port of a worker's gRPC server; 0 takes any free one")
@@ -63,17 +79,24 @@ class WorkerConfig(Section):
 
 class PrefillConfig(Section):
     count: int = Field(1, ge=0, description="prefill workers that `--role all` starts")
-    device: int = Field(0, ge=0, description="index of the JAX device for prefill when one process holds both roles")
+    device: int = Field(0, ge=0, description="index of the first JAX device for prefill when one process holds both roles")
+    tensor_parallel: int = Field(1, ge=1, description="devices of one prefill worker, which share every layer")
 
 
 class DecodeConfig(Section):
     count: int = Field(1, ge=0, description="decode workers that `--role all` starts")
-    device: int = Field(1, ge=0, description="index of the JAX device for decode when one process holds both roles")
+    device: int | None = Field(
+        None, ge=0, description="index of the first JAX device for decode when one process holds both roles; default: the one behind prefill's"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="devices of one decode worker, which share every layer; may differ from prefill's")
 
 
 class EngineConfig(Section):
     page_size: int = Field(16, ge=1, description="tokens a KV page")
     num_pages: int = Field(768, ge=4, description="pages of the KV pool of one worker")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = Field(
+        "auto", description="dtype of the KV pool and of KV on its way; both sides must agree. auto: that of model.dtype"
+    )
     max_running: int = Field(16, ge=1, description="sequences that hold a request slot at the same time")
     max_prefill_seqs: int = Field(8, ge=1, description="sequences that share one prefill step")
     prefill_buckets: tuple[int, ...] = Field((16, 32, 64, 128, 256, 512), description="token counts that prefill steps are compiled for")
@@ -157,6 +180,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
     router: RouterConfig = RouterConfig()
+    batches: BatchesConfig = BatchesConfig()
     worker: WorkerConfig = WorkerConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
@@ -165,8 +189,18 @@ class Config(Section):
     transfer: TransferConfig = TransferConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV pool."""
+        return self.model.dtype if self.engine.kv_dtype == "auto" else self.engine.kv_dtype
+
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> Config:
+        if self.batches.max_in_flight > self.router.max_in_flight:
+            raise ValueError(f"batches.max_in_flight {self.batches.max_in_flight} exceeds router.max_in_flight {self.router.max_in_flight}")
+        width = max(self.prefill.tensor_parallel, self.decode.tensor_parallel)
+        if self.transfer.kind == "jax_transfer" and width > 1:
+            raise ValueError(f"transfer.kind jax_transfer moves arrays of one device, tensor_parallel is {width}; use tcp")
         if self.scheduler.max_step_tokens < self.engine.page_size:
             raise ValueError(
                 f"scheduler.max_step_tokens {self.scheduler.max_step_tokens} is less than a page, engine.page_size {self.engine.page_size}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pdjax.api.errors import NO_WORKER_RETRY_AFTER_S, BodyTooLarge, error_reply
+from pdjax.api.errors import NO_WORKER_RETRY_AFTER_S, BodyTooLarge, error_reply, new_request_id
 from pdjax.api.generation import Delta
 from pdjax.api.schemas import parse_chat, parse_completion
 from pdjax.api.service import Arrival, Job, Service
@@ -35,8 +35,9 @@ class ServiceAnswers:
         try:
             return await self._answer(url, body, on_prefilled)
         except Exception as error:
-            reply = error_reply(error)
-            return Reply(reply.status, "", msgspec.json.encode(reply.body), _retry_after_s(error))
+            request_id = new_request_id()
+            reply = error_reply(error, request_id)
+            return Reply(reply.status, request_id, msgspec.json.encode(reply.body), _retry_after_s(error))
 
     async def _answer(self, url: str, body: bytes, on_prefilled: Callable[[], None]) -> Reply:
         arrival = Arrival(time.perf_counter(), time.time() + self._timeout_s)

@@ -6,7 +6,7 @@ import abc
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pdjax.errors import PdjaxError
 
@@ -35,8 +35,20 @@ class Reply(NamedTuple):
     retry_after_s: float | None = None
 
 
-class RowBackend(abc.ABC):
-    """All methods run in one event loop."""
+class Answers(Protocol):
+    """What answers requests, one or many at a time, in one event loop."""
+
+    async def answer(self, url: str, body: bytes, on_prefilled: Callable[[], None]) -> Reply:
+        """Answer one request; errors are replies. Raises Unreachable.
+
+        `on_prefilled` is called, any number of times, once the prompt is in the prefix cache. Not calling it is allowed: the reply says
+        the same later. Cancelling stops the work.
+        """
+        ...
+
+
+class RowBackend(Answers, abc.ABC):
+    """`Answers` that have to be started. All methods run in one event loop."""
 
     @abc.abstractmethod
     async def start(self) -> str:
@@ -44,18 +56,14 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, url: str, body: bytes, on_prefilled: Callable[[], None]) -> Reply:
-        """Answer one request; errors are replies. Raises Unreachable.
-
-        `on_prefilled` is called, any number of times, once the prompt is in the prefix cache. Not calling it is allowed: the reply says
-        the same later. Cancelling stops the work.
-        """
+        """See `Answers`."""
 
     @abc.abstractmethod
     async def close(self) -> None:
         """Give everything back. Idempotent; nothing is being answered."""
 
 
-async def answer_patiently(backend: RowBackend, url: str, body: bytes, on_prefilled: Callable[[], None], patience_s: float) -> Reply:
+async def answer_patiently(backend: Answers, url: str, body: bytes, on_prefilled: Callable[[], None], patience_s: float) -> Reply:
     """The reply, tried again while the system is full or away. Raises JobStopped where it still is after `patience_s`."""
     end_s = time.monotonic() + patience_s
     pause_s, num_failures = FIRST_PAUSE_S, 0

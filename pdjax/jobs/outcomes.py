@@ -88,6 +88,11 @@ def result_of_bad(row: BadRow) -> ResultLine:
     return _line(row, None, RowError(row.code, row.message))
 
 
+def result_of_unasked(row: Row, code: str, message: str) -> ResultLine:
+    """For a row that has been given up before it was answered."""
+    return _line(row, None, RowError(code, message))
+
+
 def counts_of(result: ResultLine) -> Counts:
     if not result.is_ok:
         return Counts(num_failed=1)

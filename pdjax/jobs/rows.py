@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from pdjax.errors import PdjaxError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
 MAX_CUSTOM_ID_CHARS = 512
+
+_ToRow = Callable[[int, bytes, Any], "Row"]
+"""From a numbered line and what it holds. Raises _Malformed."""
 
 
 class Row(NamedTuple):
@@ -74,16 +77,38 @@ class _BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_jsonl(path: Path, defaults: dict[str, Any]) -> Input:
     """`defaults`: request fields of plain prompts. Blank lines are no rows. Raises OSError."""
     data = path.read_bytes()
-    lines = ((number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip())
-    return parse(lines, defaults, xxhash.xxh3_128_hexdigest(data))
+    return parse(_numbered(data), defaults, xxhash.xxh3_128_hexdigest(data))
+
+
+def read_requests(path: Path, endpoint: str) -> Input:
+    """OpenAI's batch requests only, all to `endpoint`. Raises OSError."""
+
+    def row(number: int, line: bytes, value: Any) -> Row:
+        if not isinstance(value, dict):
+            raise _Malformed(f"a row is an object, got {type(value).__name__}")
+        request = _batch_row(number, line, value)
+        if request.url != endpoint:
+            raise _Malformed(f"url {request.url} is not the batch's endpoint, {endpoint}", "mismatched_url")
+        return request
+
+    data = path.read_bytes()
+    return _parse(_numbered(data), row, xxhash.xxh3_128_hexdigest(data))
 
 
 def parse(lines: Iterable[tuple[int, bytes]], defaults: dict[str, Any], fingerprint: str) -> Input:
     """Numbered lines of JSON. Of several rows with one custom_id the first is good."""
+    return _parse(lines, lambda number, line, value: _row(number, line, value, defaults), fingerprint)
+
+
+def _numbered(data: bytes) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip())
+
+
+def _parse(lines: Iterable[tuple[int, bytes]], to_row: _ToRow, fingerprint: str) -> Input:
     rows: list[Row] = []
     bad_rows: list[BadRow] = []
     first_lines: dict[str, int] = {}
-    for row in _rows(lines, defaults):
+    for row in _rows(lines, to_row):
         if isinstance(row, Row) and (first := first_lines.setdefault(row.custom_id, row.line)) != row.line:
             row = BadRow(row.line, row.custom_id, "duplicate_custom_id", f"custom_id {row.custom_id!r} is that of line {first} already")
         if isinstance(row, Row):
@@ -93,12 +118,12 @@ def parse(lines: Iterable[tuple[int, bytes]], defaults: dict[str, Any], fingerpr
     return Input(rows, bad_rows, fingerprint)
 
 
-def _rows(lines: Iterable[tuple[int, bytes]], defaults: dict[str, Any]) -> Iterator[Row | BadRow]:
+def _rows(lines: Iterable[tuple[int, bytes]], to_row: _ToRow) -> Iterator[Row | BadRow]:
     for number, line in lines:
         value: Any = None
         try:
             value = _decode(line)
-            yield _row(number, line, value, defaults)
+            yield to_row(number, line, value)
         except _Malformed as error:
             custom_id = value.get("custom_id") if isinstance(value, dict) else None
             yield BadRow(number, custom_id if isinstance(custom_id, str) else None, error.code, f"line {number}: {error}")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 
 import uvicorn
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from pdjax.api.app import create_app
 from pdjax.api.chat_template import ChatTemplate
+from pdjax.api.extension import Extension
 from pdjax.api.tokenizer import Tokenizer
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config, ServerConfig
@@ -37,8 +39,8 @@ KEEP_ALIVE_S = 75
 """Longer than the keep-alive of common clients, so that a reused connection is rarely one that the server is just closing."""
 
 
-def run_router(config: Config, progress: Progress) -> int:
-    """Run the router until SIGTERM or SIGINT; the exit status. Main thread only.
+def run_router(config: Config, progress: Progress, extensions: Sequence[Extension] = ()) -> int:
+    """Run the router until SIGTERM or SIGINT; the exit status. Main thread only. Starts and stops `extensions`.
 
     Raises ValueError or OSError where the model's files or an address cannot be had.
     """
@@ -49,13 +51,19 @@ def run_router(config: Config, progress: Progress) -> int:
         data = checkpoint.tokenizer_data()
         tokenizer = Tokenizer(data)
         template = ChatTemplate.from_data(data)
-        return asyncio.run(_serve(config, checkpoint, tokenizer, template, listener, progress))
+        return asyncio.run(_serve(config, checkpoint, tokenizer, template, listener, progress, extensions))
     finally:
         listener.close()
 
 
 async def _serve(
-    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, template: ChatTemplate | None, listener: socket.socket, progress: Progress
+    config: Config,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    listener: socket.socket,
+    progress: Progress,
+    extensions: Sequence[Extension],
 ) -> int:
     registry = CollectorRegistry()
     fleet = Fleet(time.monotonic, config.router.heartbeat_timeout_s, config.router.stall_timeout_s)
@@ -65,8 +73,10 @@ async def _serve(
     FleetCollector(registry, lambda: [WorkerReport(each.info.role, each.info.peer.address, each.load) for each in fleet.members()])
     control = ControlServer(roster, config.router.control_host, config.router.control_port)
     control_port = await control.start()
-    app = create_app(router, tokenizer, template, config.server, registry, router.timelines)
+    app = create_app(router, tokenizer, template, config.server, registry, router.timelines, extensions)
     try:
+        for extension in extensions:
+            await extension.start()
         server = _HttpServer(app, config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stop = _Stop(router, roster, server)
@@ -77,6 +87,8 @@ async def _serve(
         await serving
         return 0
     finally:
+        for extension in extensions:
+            await extension.stop()
         await control.stop()
         await roster.close()
 
