@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pdjax.api.chat_template import ChatTemplate
+from pdjax.api.completion import Completion, Completions
 from pdjax.api.generation import Delta, TextRequest, generate_text, plan
 from pdjax.api.prompts import check_ids
 from pdjax.api.sampling_params import SamplingParams
@@ -23,7 +24,9 @@ from pdjax.config.schema import Config
 from pdjax.errors import BadRequest
 from pdjax.local_system import LocalSystem
 from pdjax.observe.progress import NullProgress, Progress
-from pdjax.protocol import PromptToken, TokenOut
+from pdjax.observe.timeline_picture import TimelinePicture
+from pdjax.observe.timeline_view import view
+from pdjax.observe.timelines import RequestRecord
 
 _T = TypeVar("_T")
 
@@ -31,25 +34,6 @@ Prompt = str | Sequence[int]
 
 MAX_WAITING_DELTAS = 64
 """Deltas between the event loop and a slow reader of `LLM.stream`; past that the reader holds the generation back."""
-
-
-class Completion(NamedTuple):
-    """One answer. `tokens` include the one that ended it; `cached_tokens`: prompt tokens that were not computed, None where unknown.
-
-    `prompt_logprobs`: one entry a prompt token where they were asked for, empty otherwise; the first has no log probability.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    tokens: list[TokenOut]
-    finish_reason: str
-    stop_reason: int | str | None
-    cached_tokens: int | None
-    prompt_logprobs: list[PromptToken]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token.token for token in self.tokens]
 
 
 class LLM:
@@ -76,7 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer(data)
         self._chat_template = ChatTemplate.from_data(data)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Completions:
         """Answers to `prompts` (texts or token ids), `params.n` for each, in order. All run at the same time.
 
         Raises BadRequest (a ValueError) before any work where one of them cannot be served; PdjaxError where the system fails.
@@ -91,7 +75,7 @@ class LLM:
             raise BadRequest(f"n is {len(requests)}; a stream carries one answer", "n")
         return self._stream(requests[0])
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> list[Completion]:
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Completions:
         """Answers to a conversation, by the model's own chat template."""
         return self.generate([self.chat_prompt(messages)], params)
 
@@ -100,6 +84,10 @@ class LLM:
         if self._chat_template is None:
             raise BadRequest("the model has no chat template", "messages")
         return self.tokenizer.encode(self._chat_template.render(messages, add_generation_prompt=True))
+
+    def timeline(self, completion: Completion) -> TimelinePicture:
+        """Where the time of one answer went, on both workers. Only the last 256 sequences are remembered; raises KeyError for others."""
+        return self._run(self._timeline(completion.request_id))
 
     def close(self) -> None:
         """Stop everything. Idempotent."""
@@ -120,9 +108,9 @@ class LLM:
         return plan(card, ids, params, self.config.server.default_max_tokens, f"llm-{next(self._ids)}-{secrets.token_hex(4)}", deadline_s)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return [*self.tokenizer.first_ids, *self.tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
 
-    async def _complete_all(self, requests: list[TextRequest]) -> list[Completion]:
+    async def _complete_all(self, requests: list[TextRequest]) -> Completions:
         # A job may hold more sequences than the router takes at a time.
         room = asyncio.Semaphore(self.config.router.max_in_flight)
 
@@ -132,21 +120,37 @@ class LLM:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(complete(request)) for request in requests]
-        return [task.result() for task in tasks]
+        return Completions(task.result() for task in tasks)
 
     async def _complete(self, request: TextRequest) -> Completion:
-        deltas = [delta async for delta in generate_text(self._system.router, self.tokenizer, request)]
+        began_s = time.perf_counter()
+        deltas, times_s = [], []
+        async for delta in generate_text(self._system.router, self.tokenizer, request):
+            deltas.append(delta)
+            times_s.append(time.perf_counter() - began_s)
         finish = deltas[-1].finish
         assert finish is not None, f"{request.request_id} ended without a finish"
+        steps = [(delta.token, delta.text_offset, time_s) for delta, time_s in zip(deltas, times_s, strict=True) if delta.token is not None]
         return Completion(
+            request_id=request.request_id,
             prompt_token_ids=request.prompt,
             text="".join(delta.text for delta in deltas),
-            tokens=[delta.token for delta in deltas if delta.token is not None],
+            tokens=[token for token, _, _ in steps],
+            text_offsets=[offset for _, offset, _ in steps],
+            token_times_s=[time_s for _, _, time_s in steps],
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             cached_tokens=finish.cached_tokens,
             prompt_logprobs=[token for delta in deltas if delta.prompt is not None for token in delta.prompt.tokens],
         )
+
+    async def _timeline(self, sequence_id: str) -> TimelinePicture:
+        """In the event loop, which writes what is read here."""
+        record = self._system.router.timelines.find(sequence_id.rpartition("-")[0])
+        sequences = [] if record is None else [each for each in record.sequences if each.sequence_id == sequence_id]
+        if not sequences:
+            raise KeyError(f"{sequence_id} is not remembered")
+        return TimelinePicture(view(RequestRecord(sequence_id, None, sequences)))
 
     def _stream(self, request: TextRequest) -> Iterator[Delta]:
         deltas: queue.Queue[Delta | BaseException | None] = queue.Queue(MAX_WAITING_DELTAS)

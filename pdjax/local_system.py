@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-import jax
-from jax.sharding import SingleDeviceSharding
 from prometheus_client import CollectorRegistry
 
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config
 from pdjax.engine.compilation import DECODE_WORKER, PREFILL_WORKER, enable_compile_cache
 from pdjax.engine.engine import Engine
+from pdjax.engine.split import check_split
 from pdjax.observe.progress import Progress
 from pdjax.observe.router_metrics import RouterStats
-from pdjax.protocol import Event, Peer, SequenceRequest, WorkerInfo
+from pdjax.protocol import Event, Layout, Peer, SequenceRequest, WorkerInfo
 from pdjax.router.client import WorkerClient
 from pdjax.router.fleet import Fleet
 from pdjax.router.roster import Roster
 from pdjax.router.router import ModelIdentity, Router
-from pdjax.transfer.device_put import DevicePutMover
-from pdjax.transfer.in_process import InProcessSink, InProcessSource, Registry
+from pdjax.transfer.in_process import InProcessSink, InProcessSource, Mover, Registry
 from pdjax.transfer.loopback import LoopbackMover
+from pdjax.transfer.push import mover_between
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
+from pdjax.worker.devices import devices_in
 from pdjax.worker.loop import EngineLoop
 from pdjax.worker.service import sequence_events
 
-_MOVERS = {"device_put": DevicePutMover, "loopback": LoopbackMover}
+_TRANSPORTS = ("device_put", "loopback")
 
 PREFILL, DECODE = Peer("local:prefill", "local-prefill"), Peer("local:decode", "local-decode")
 
@@ -74,16 +73,18 @@ class LocalSystem:
     @classmethod
     def load(cls, config: Config, loop: asyncio.AbstractEventLoop, progress: Progress) -> LocalSystem:
         """Load the weights once and compile for both devices. Raises ValueError where the configuration asks for what is not there."""
-        if config.transfer.kind not in _MOVERS:
-            raise ValueError(f"transfer.kind {config.transfer.kind} moves KV between processes; one process takes {sorted(_MOVERS)}")
+        if config.transfer.kind not in _TRANSPORTS:
+            raise ValueError(f"transfer.kind {config.transfer.kind} moves KV between processes; one process takes {list(_TRANSPORTS)}")
         checkpoint = open_checkpoint(config.model.source)
-        prefill_device, decode_device = _devices(config.prefill.device, config.decode.device)
+        prefill_devices, decode_devices = devices_in(_spans(config))
+        for devices in (prefill_devices, decode_devices):
+            check_split(checkpoint.shape, len(devices))
         if config.engine.compile_cache is not None:
             enable_compile_cache(config.engine.compile_cache)
         weights = load_weights(checkpoint, config, progress)
-        prefill_engine = load_engine(checkpoint, weights, config, PREFILL_WORKER, prefill_device, progress)
-        decode_engine = load_engine(checkpoint, weights, config, DECODE_WORKER, decode_device, progress)
-        workers = _start_workers(config, checkpoint, prefill_engine, decode_engine, decode_device, loop)
+        prefill_engine = load_engine(checkpoint, weights, config, PREFILL_WORKER, prefill_devices, progress)
+        decode_engine = load_engine(checkpoint, weights, config, DECODE_WORKER, decode_devices, progress)
+        workers = _start_workers(config, checkpoint, prefill_engine, decode_engine, loop)
         return cls(config, checkpoint, workers, CollectorRegistry())
 
     async def start(self) -> None:
@@ -117,12 +118,11 @@ def _start_workers(
     checkpoint: Checkpoint,
     prefill_engine: Engine,
     decode_engine: Engine,
-    decode_device: jax.Device,
     loop: asyncio.AbstractEventLoop,
 ) -> list[_LocalWorker]:
     wake_prefill, wake_decode = threading.Event(), threading.Event()
     layout, limits, registry = layout_of(checkpoint, config), transfer_limits(config), Registry()
-    mover = _MOVERS[config.transfer.kind](SingleDeviceSharding(decode_device))
+    mover = _mover(config, layout, prefill_engine, decode_engine)
     source = InProcessSource(registry, layout, PREFILL, wake_prefill.set, limits)
     sink = InProcessSink(registry, layout, DECODE, mover, wake_decode.set, limits)
     prefill = build_prefill(prefill_engine, checkpoint, config, source, wake_prefill.set)
@@ -134,13 +134,15 @@ def _start_workers(
     return workers
 
 
-def _devices(*indices: int) -> list[jax.Device]:
-    """JAX's devices by index. On a CPU as many virtual ones are made as are asked for, if JAX has not been used before."""
-    with contextlib.suppress(RuntimeError):
-        if max(indices) >= jax.config.jax_num_cpu_devices:
-            jax.config.update("jax_num_cpu_devices", max(indices) + 1)
-    devices = jax.devices()
-    for index in indices:
-        if index >= len(devices):
-            raise ValueError(f"device {index} was asked for, JAX has {len(devices)}: {devices}")
-    return [devices[index] for index in indices]
+def _mover(config: Config, layout: Layout, prefill_engine: Engine, decode_engine: Engine) -> Mover:
+    if config.transfer.kind == "loopback":
+        return LoopbackMover(decode_engine.chunk_sharding)
+    page = (layout.num_layers, layout.page_size, 2 * layout.num_kv_heads, layout.head_dim)
+    return mover_between(prefill_engine.chunk_sharding, decode_engine.chunk_sharding, page)
+
+
+def _spans(config: Config) -> list[range]:
+    """The devices of prefill and of decode, by index."""
+    first, width = config.prefill.device, config.prefill.tensor_parallel
+    behind = first + width if config.decode.device is None else config.decode.device
+    return [range(first, first + width), range(behind, behind + config.decode.tensor_parallel)]

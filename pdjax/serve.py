@@ -61,10 +61,17 @@ Ctrl-C or SIGTERM stops in order. Exit status: 0 stopped, 1 failed, 2 bad config
 class _SetField(argparse.Action):
     """A shortcut for one field: `--port 9000` is `--set server.port=9000`. The last word on a field wins, shortcut or not."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, const: str, metavar: str, type: Callable[[str], str] | None = None):
-        super().__init__(
-            option_strings, argparse.SUPPRESS, const=const, type=type, metavar=metavar, help=f"same as --set {const}={metavar}"
-        )
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        const: str,
+        metavar: str,
+        type: Callable[[str], str] | None = None,
+        help: str = "same as --set {const}={metavar}",
+    ):
+        text = help.format(const=const, metavar=metavar)
+        super().__init__(option_strings, argparse.SUPPRESS, const=const, type=type, metavar=metavar, help=text)
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         namespace.overrides = [*namespace.overrides, f"{self.const}={values}"]
@@ -81,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(overrides=[])
     what = parser.add_argument_group("what to run")
     what.add_argument("--role", choices=ROLES, default="all", help="which part of the system this command is; default: all")
-    what.add_argument("--check", action="store_true", help="check the configuration, print it as YAML with every default, and exit")
+    what.add_argument("--check", action="store_true", help="check the configuration, print it and the memory it takes, and exit")
     settings = parser.add_argument_group("configuration")
     settings.add_argument("--config", metavar="FILE", help="YAML file; default: configs/quickstart.yaml")
     settings.add_argument(
@@ -98,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         const="model.source",
         metavar="SHAPE",
         type=lambda shape: json.dumps(f"random:{shape}"),
+        help="same as --set {const}=random:{metavar}",
     )
     shortcuts.add_argument("--optimistic-prefill-retries", action=_SetField, const="scheduler.optimistic_prefill_retries", metavar="N")
     parser.add_argument("--child", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -132,8 +140,25 @@ def check_role(config: Config, role: str) -> None:
         problems.append(f"worker.router {config.worker.router} has no meaning with --role {role}, which starts a router of its own")
     if role in ("prefill", "decode") and config.worker.router is None and config.router.control_port == 0:
         problems.append(f"router.control_port 0 tells a worker nothing; --role {role} needs worker.router=HOST:PORT")
+    problems += _host_problems(config, role)
     if problems:
         raise ConfigError(problems)
+
+
+def _host_problems(config: Config, role: str) -> list[str]:
+    """What keeps a worker from being run by several processes."""
+    number = config.worker.num_hosts
+    if number == 1 or role == "router":
+        return []
+    if role in SUPERVISED_ROLES:
+        return [f"worker.num_hosts {number} has no meaning with --role {role}, whose workers are one process each; start each host's yourself"]
+    width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
+    problems = []
+    if width % number:
+        problems.append(f"{role}.tensor_parallel {width} cannot be shared evenly by worker.num_hosts {number}")
+    if config.transfer.kind != "tcp":
+        problems.append(f"transfer.kind {config.transfer.kind} needs a worker on one host, worker.num_hosts is {number}; use tcp")
+    return problems
 
 
 def check_addresses(config: Config) -> None:
@@ -205,6 +230,21 @@ def _get(url: str) -> bytes | None:
             return response.read()
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return None
+
+
+def run_check(config: Config, role: str) -> int:
+    """Print what holds, as YAML, and below it, as comments, the memory that it takes."""
+    from pdjax.worker.memory_plan import memory_report  # not above: a process that serves has no use for it
+
+    try:
+        report = memory_report(config, role)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(dump_config(config), end="")
+    for line in report:
+        print(f"# {line}")
+    return 0
 
 
 def run_supervised(config: Config, role: str) -> int:
@@ -287,8 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {problem}", file=sys.stderr)
         return 2
     if options.check:
-        print(dump_config(config), end="")
-        return 0
+        return run_check(config, options.role)
     if options.role in SUPERVISED_ROLES:
         return run_supervised(config, options.role)
     return run_foreground(config, options.role)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tests import live
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +23,7 @@ def live_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair_system(live_folder: Path) -> Iterator[live.Client]:
     """Router, prefill and decode worker under one supervisor."""
-    yield from _client_of(live_folder, "pair", "all")
+    yield from _client_of(live_folder, "pair", "all", batches__directory=str(live_folder / "batches"))
 
 
 @pytest.fixture(scope="session")

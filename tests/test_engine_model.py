@@ -16,10 +16,11 @@ from pdjax.checkpoints import open_checkpoint
 from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.engine import Engine
+from pdjax.engine.mesh import OneChip
 from pdjax.engine.steps import StepDimensions, decode_layout, make_decode, pack_decode
 from pdjax.engine.weights import PlacedWeights, place_weights
 from pdjax.kernels.reference import ReferenceAttention
-from pdjax.models.llama import Llama
+from pdjax.models.model import Model
 from pdjax.models.shape import weight_specs
 from pdjax.protocol import Sampling
 from tests.engine_kit import SHAPE, random_weights
@@ -59,7 +60,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 def test_weights_on_cpu_are_views_of_the_host_arrays() -> None:
     shape = SHAPE._replace(embed_dim=16, ffn_dim=16)  # so that every layer's slice is a multiple of 64 bytes
     weights = {path: aligned(spec.shape) for path, spec in weight_specs(shape).items()}
-    placed = place_weights(shape, weights, jnp.dtype(jnp.float32), jax.sharding.SingleDeviceSharding(jax.devices()[0]), by_layer=True)
+    placed = place_weights(shape, weights, jnp.dtype(jnp.float32), OneChip(shape, jax.devices()[0]), by_layer=True)
     assert placed.ends["embed"].unsafe_buffer_pointer() == weights["embed"].ctypes.data
     assert len(placed.layers) == shape.num_layers
     for layer, params in enumerate(placed.layers):
@@ -76,13 +77,13 @@ def test_layers_run_in_groups_of_the_largest_equal_size_within_the_limit(num_lay
 
 
 def test_stacked_layers_under_a_scan_compute_what_single_ones_do() -> None:
-    where, weights = jax.sharding.SingleDeviceSharding(jax.devices()[0]), random_weights()
+    chips, weights = OneChip(SHAPE, jax.devices()[0]), random_weights()
     dims = StepDimensions(page_size=4, table_pages=8, max_prefill_seqs=1, padding_slot=1)
-    pieces = make_decode(Llama(SHAPE, jnp.dtype(jnp.float32)), ReferenceAttention(), dims, 1)
+    pieces = make_decode(Model(SHAPE, jnp.dtype(jnp.float32)), ReferenceAttention(), dims, 1)
     packed = pack_decode(dims, decode_layout(dims, 1), [DecodeSeq(0, 5, 6, [1, 2], Sampling(max_tokens=1), 0)])
     results = []
     for by_layer in (False, True):
-        placed = place_weights(SHAPE, weights, jnp.dtype(jnp.float32), where, by_layer)
+        placed = place_weights(SHAPE, weights, jnp.dtype(jnp.float32), chips, by_layer)
         x, rows = pieces.begin(placed.ends, jnp.zeros(2, jnp.int32), packed)
         pool = jnp.zeros((SHAPE.num_layers, 4, dims.page_size, 2 * SHAPE.num_kv_heads, SHAPE.head_dim))
         for group in placed.groups(1):
@@ -98,7 +99,7 @@ def test_missing_and_unknown_weights_are_named() -> None:
     weights = random_weights()
     weights["layers/bias"] = weights.pop("layers/down")
     with pytest.raises(ValueError, match=r"missing: \['layers/down'\], unknown: \['layers/bias'\]"):
-        place_weights(SHAPE, weights, jnp.dtype(jnp.float32), jax.sharding.SingleDeviceSharding(jax.devices()[0]), by_layer=False)
+        place_weights(SHAPE, weights, jnp.dtype(jnp.float32), OneChip(SHAPE, jax.devices()[0]), by_layer=False)
 
 
 WARM_START = """

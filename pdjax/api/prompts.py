@@ -32,9 +32,14 @@ class PromptReader:
     async def read(self, field: Any, card: ModelCard) -> list[Prompt]:
         """Every prompt of a completion request, from `split_prompts`. Raises BadRequest."""
         return [
-            Prompt(await self.encode(item, card, name), item) if isinstance(item, str) else Prompt(check_ids(item, card, name), None)
+            Prompt(await self._document(item, card, name), item) if isinstance(item, str) else Prompt(check_ids(item, card, name), None)
             for name, item in field
         ]
+
+    async def _document(self, text: str, card: ModelCard, param: str) -> list[int]:
+        """Token ids of a text that no chat template has rendered."""
+        ids = await self.encode(text, card, param)
+        return check_ids([*self._tokenizer.first_ids, *ids], card, param) if self._tokenizer.first_ids else ids
 
     async def encode(self, text: str, card: ModelCard, param: str) -> list[int]:
         """Token ids of `text`. Raises BadRequest where it is empty, ContextLengthExceeded where it cannot fit."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as _Bpe
 from tokenizers.models import BPE
 
@@ -29,26 +30,35 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-_PRE_TOKENIZERS = {"smollm": _smollm, "gpt-2": _gpt2}
+def _by_pattern(max_digits: int) -> pre_tokenizers.PreTokenizer:
+    """The words of Llama 3 and Qwen 2, which differ in how many digits stay together."""
+    digits = r"\p{N}" if max_digits == 1 else rf"\p{{N}}{{1,{max_digits}}}"
+    words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    split = pre_tokenizers.Split(Regex(words + r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_PRE_TOKENIZERS = {
+    "smollm": _smollm,
+    "gpt-2": _gpt2,
+    "llama-bpe": lambda: _by_pattern(3),
+    "smaug-bpe": lambda: _by_pattern(3),
+    "qwen2": lambda: _by_pattern(1),
+}
 
 
 class Tokenizer:
-    """Byte-level byte-pair encoding. Special tokens are recognised in text. Safe to use from several threads.
+    """Byte-pair encoding. Special tokens are recognised in text. Safe to use from several threads.
 
-    Bytes that the vocabulary has no token for are dropped while encoding, as the model's own tokenizer does. Raises ValueError for a
-    pre-tokenizer that is not known.
+    `first_ids`: what every document starts with; `encode` leaves it out. Bytes that the vocabulary has no token for are dropped while
+    encoding, as the model's own tokenizer does. Raises ValueError for a pre-tokenizer that is not known and for a damaged document.
     """
 
     def __init__(self, data: TokenizerData):
-        if data.pre_tokenizer not in _PRE_TOKENIZERS:
-            raise ValueError(f"pre-tokenizer {data.pre_tokenizer!r} is not known; known: {', '.join(_PRE_TOKENIZERS)}")
-        merges = [tuple(merge.split(" ", 1)) for merge in data.merges]
-        self._bpe = _Bpe(BPE({token: i for i, token in enumerate(data.tokens)}, merges))
-        self._bpe.pre_tokenizer = _PRE_TOKENIZERS[data.pre_tokenizer]()
-        for ids, is_special in ((data.special_ids, True), (data.added_ids, False)):
-            self._bpe.add_tokens([AddedToken(data.tokens[i], special=is_special, normalized=False) for i in sorted(ids)])
+        self._bpe = _from_vocabulary(data) if data.document is None else _from_document(data.document)
         self._special_ids = data.special_ids
         self._token_bytes = _bytes_of_tokens(data)
+        self.first_ids = data.first_ids or _first_ids(self._bpe)
 
     @property
     def vocab_size(self) -> int:
@@ -81,14 +91,57 @@ class Tokenizer:
         return self.token_bytes(token).decode(errors="replace")
 
 
+def _from_vocabulary(data: TokenizerData) -> _Bpe:
+    if data.pre_tokenizer not in _PRE_TOKENIZERS:
+        raise ValueError(f"pre-tokenizer {data.pre_tokenizer!r} is not known; known: {', '.join(_PRE_TOKENIZERS)}")
+    merges = [tuple(merge.split(" ", 1)) for merge in data.merges]
+    bpe = _Bpe(BPE({token: i for i, token in enumerate(data.tokens)}, merges))
+    bpe.pre_tokenizer = _PRE_TOKENIZERS[data.pre_tokenizer]()
+    for ids, is_special in ((data.special_ids, True), (data.added_ids, False)):
+        bpe.add_tokens([AddedToken(data.tokens[i], special=is_special, normalized=False) for i in sorted(ids)])
+    return bpe
+
+
+def _from_document(document: str) -> _Bpe:
+    """What a document says about padding and cutting is not for a server."""
+    try:
+        bpe = _Bpe.from_str(document)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"the model's tokenizer cannot be used: {error}") from error
+    bpe.no_padding()
+    bpe.no_truncation()
+    return bpe
+
+
+def _first_ids(bpe: _Bpe) -> tuple[int, ...]:
+    """What the document's post-processor puts in front."""
+    encoded = bpe.encode("a", add_special_tokens=True)
+    is_special = [*encoded.special_tokens_mask, 0]
+    return tuple(encoded.ids[: is_special.index(0)])
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    """U+2581 stands for a space, <0x0A> for a byte."""
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(match[1])
+    return token.replace("\u2581", " ").encode()
+
+
 def _bytes_of_tokens(data: TokenizerData) -> list[bytes]:
     """The bytes of every token. Raises ValueError naming a token with characters outside the byte-level alphabet."""
     alphabet = _byte_alphabet()
+    is_byte_level = data.alphabet == "byte-level"
     plain = data.special_ids | data.added_ids
     result = []
     for i, token in enumerate(data.tokens):
         try:
-            result.append(token.encode() if i in plain else bytes([alphabet[char] for char in token]))
+            if i in plain:
+                result.append(token.encode())
+            else:
+                result.append(bytes([alphabet[char] for char in token]) if is_byte_level else _sentencepiece_bytes(token))
         except KeyError as error:
             raise ValueError(f"token {i} of the vocabulary, {token!r}, holds {error}, outside the byte-level alphabet") from error
     return result

@@ -17,9 +17,7 @@ from rich.table import Table
 
 from pdjax.benchmarks.client import Endpoint, RequestFailed, Stream, get, measure, model_name, parse_url, stream_completion
 from pdjax.benchmarks.serve import FIRST_TOKEN_ID
-
-LABEL_SHARE = 0.05
-"""Bars shorter than this part of the picture have no room for their names."""
+from pdjax.observe.timeline_picture import draw_trace, rows_of
 
 TIMELINE_S = 10.0
 """How long the router may take to give a timeline."""
@@ -139,36 +137,10 @@ def plot_timeline(path: Path, observed: Observed) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows, slices = _rows(observed.trace["traceEvents"])
-    figure = Figure(figsize=(12, 1.2 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 0.3 * len(rows_of(observed.trace))), layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    whole_us = max(each["ts"] + each["dur"] for each in slices)
-    for each in slices:
-        row, start_ms, width_ms = rows[each["pid"], each["tid"]], each["ts"] / 1e3, each["dur"] / 1e3
-        if not width_ms:
-            axes.plot(start_ms, row, marker="|", markersize=10, color=f"C{each['pid'] % 10}")
-            continue
-        axes.barh(row, width_ms, left=start_ms, height=0.7, color=f"C{each['pid'] % 10}", edgecolor="white", linewidth=0.5, alpha=0.8)
-        if each["dur"] > LABEL_SHARE * whole_us:
-            axes.text(start_ms + width_ms / 2, row, each["name"], va="center", ha="center", fontsize=7, clip_on=True)
-    axes.set_yticks(list(rows.values()), list(_labels(observed.trace["traceEvents"], rows)), fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms after the request was received")
-    axes.grid(axis="x", alpha=0.3)
+    draw_trace(figure.subplots(), observed.trace)
     canvas.print_png(path)
-
-
-def _rows(events: list[dict[str, Any]]) -> tuple[dict[tuple[int, int], int], list[dict[str, Any]]]:
-    """A row for every track, in the order of their numbers, and all slices."""
-    slices = [event for event in events if event["ph"] == "X"]
-    keys = sorted({(each["pid"], each["tid"]) for each in slices})
-    return {key: row for row, key in enumerate(keys)}, slices
-
-
-def _labels(events: list[dict[str, Any]], rows: dict[tuple[int, int], int]) -> list[str]:
-    names = {(event["pid"], event["tid"], event["name"]): event["args"]["name"] for event in events if event["ph"] == "M"}
-    return [f"{names[process, 0, 'process_name']} | {names[process, track, 'thread_name']}" for process, track in rows]
 
 
 def observe(settings: TimelineSettings) -> Observed:

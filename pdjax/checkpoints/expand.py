@@ -12,10 +12,12 @@ from gguf.quants import dequantize
 
 _Kind = GGMLQuantizationType
 
-SUPPORTED_KINDS = frozenset(
-    {_Kind.F32, _Kind.F16, _Kind.BF16, _Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1, _Kind.Q8_0}
-    | {_Kind.Q2_K, _Kind.Q3_K, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K}
+_EXPANDABLE = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
 )
+SUPPORTED_KINDS = frozenset(kind for kind in _Kind if kind.name in _EXPANDABLE)
+"""All that the installed gguf package can expand."""
 
 _Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("nibbles", "u1", 16)])
 _Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
+from pdjax.checkpoints.expand import expand_rows
+
 Value = int | float | bool | str | list
 
 _VERSIONS = (2, 3)
@@ -49,6 +51,10 @@ class GgufTensor(NamedTuple):
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     rows_host: np.ndarray
+
+    def read_rows(self, rows: slice | np.ndarray) -> np.ndarray:
+        """These rows as float32."""
+        return expand_rows(self.rows_host[rows], self.kind)
 
 
 class GgufFile:

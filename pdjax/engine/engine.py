@@ -1,4 +1,4 @@
-"""The engine: one model on one device, its KV pool, and the programs that run on them.
+"""The engine: one model on one device, or on several that share its layers, its KV pool, and the programs that run on them.
 
 Every method is called from the worker's engine loop only, but for `read`, which another thread may wait in. Launching never waits
 for earlier steps; `read` and `StepHandle.is_ready` are how results come back. Programs run in the order in which they were launched,
@@ -19,11 +19,12 @@ from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq, PromptRows, StepOutput
 from pdjax.engine.compilation import ALL_PROGRAMS, CompileCounter, ProgramKey, Programs, ProgramTable, Report
 from pdjax.engine.library import Library
+from pdjax.engine.mesh import Placement
 from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
 from pdjax.engine.steps import Rows, pack_decode, pack_prefill, pack_scores
-from pdjax.engine.weights import Placement
+from pdjax.engine.weights import Weights
 from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
 from pdjax.protocol import MAX_TOP_LOGPROBS
@@ -52,16 +53,18 @@ class Engine:
     def __init__(
         self,
         shape: ModelShape,
-        weights: dict[str, np.ndarray],
+        weights: Weights,
         config: EngineConfig,
         dtype: jnp.dtype = jnp.float32,
         device: Placement | None = None,
         attention: Attention | None = None,
     ):
-        """Place the weights and make the pool on `device` (default: JAX's first). `attention`: default as `choose_attention` says.
+        """Place the weights and make the pool on `device` (default: JAX's first), or on several. `attention`: default as `choose_attention`
+        says.
 
-        `weights`, keyed by the paths of `weight_specs`, have dtype `dtype`, as the pool will. On CPU the device arrays alias them.
-        Raises ValueError where the weights do not fit the shape.
+        `weights`, keyed by the paths of `weight_specs`, have dtype `dtype`, as the pool will unless `config.kv_dtype` says
+        otherwise. On CPU the device arrays alias them.
+        Raises ValueError where the weights do not fit the shape, or the shape not the number of devices.
         """
         self.shape = shape
         self.config = config
@@ -71,6 +74,11 @@ class Engine:
             self._library = Library(shape, weights, config, jnp.dtype(dtype), device or jax.devices()[0], attention)
             self._programs = ProgramTable(self._library.lowered())
             self._state = self._library.new_state()
+
+    @property
+    def chunk_sharding(self) -> jax.sharding.Sharding:
+        """Where gathered pages lie, and pages to install belong."""
+        return self._library.chips.chunk
 
     def warm_up(self, report: Report, programs: Programs = ALL_PROGRAMS) -> None:
         """Compile every program of the groups `programs`, for every bucket. `report` hears of each."""
@@ -176,12 +184,12 @@ class Engine:
 
     def put(self, kv: np.ndarray) -> jax.Array:
         """Move a received chunk to the device. The caller gives `kv` away: the result may alias it."""
-        return jax.device_put(kv, self._library.sharding)
+        return jax.device_put(kv, self.chunk_sharding)
 
     def _install_bucket(self, pages: list[int], kv: jax.Array | np.ndarray) -> None:
         size = len(kv) if len(kv) in self.config.transfer_buckets else _bucket(self.config.transfer_buckets, len(kv))
         with self._counter.attributed():
-            on_device = jax.device_put(kv if len(kv) == size else padded_rows(kv, size), self._library.sharding)
+            on_device = jax.device_put(kv if len(kv) == size else padded_rows(kv, size), self.chunk_sharding)
             program = self._programs[ProgramKey("install", size)]
             self._state = replace(self._state, pool=program(self._state.pool, padded_pages(pages, size), on_device))
 

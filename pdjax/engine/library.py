@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pdjax.config.environment import attention_override
 from pdjax.config.schema import EngineConfig
 from pdjax.engine.compilation import ALL_PROGRAMS, ProgramKey, Programs
+from pdjax.engine.mesh import Placement, chips_for
 from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
 from pdjax.engine.steps import SCORE_LAYOUT, Pieces, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
-from pdjax.engine.weights import LayerGroup, Placement, as_sharding, place_weights
+from pdjax.engine.weights import LayerGroup, Weights, place_weights
 from pdjax.kernels.base import Attention
 from pdjax.kernels.dispatch import choose_attention
-from pdjax.models.llama import Llama, Params
-from pdjax.models.shape import ModelShape
+from pdjax.models.layers import Params
+from pdjax.models.model import Model
+from pdjax.models.shape import ModelShape, weight_specs
 
 _CPU_GROUPS = {"prefill_layers": 1, "decode_layers": 5}
 """Layers that one program runs on CPU, unrolled, by program. More of them save calls, of about 50 us each, and cost time to compile.
@@ -40,16 +42,18 @@ class Library:
     def __init__(
         self,
         shape: ModelShape,
-        weights: dict[str, np.ndarray],
+        weights: Weights,
         config: EngineConfig,
         dtype: jnp.dtype,
         placement: Placement,
         attention: Attention | None,
     ):
-        self.sharding = as_sharding(placement)
+        self.chips = chips_for(shape, placement)
         self._config = config
-        platform = next(iter(self.sharding.device_set)).platform
-        self.weights = place_weights(shape, weights, dtype, self.sharding, by_layer=platform == "cpu")
+        self.weights = place_weights(shape, weights, dtype, self.chips, by_layer=self.chips.platform == "cpu")
+        self._layer_specs = {
+            path.removeprefix("layers/"): spec.of_one_layer() for path, spec in weight_specs(shape).items() if spec.is_layered
+        }
         self.layer_groups = {name: self.weights.groups(size) for name, size in _CPU_GROUPS.items()}
         self.dims = StepDimensions(
             page_size=config.page_size,
@@ -67,16 +71,20 @@ class Library:
         self.history_layout = PackedLayout(
             {"slot": Field((1,)), "keep": Field((1,)), "prompt": Field((HISTORY_CHUNK_TOKENS,)), "output": Field((HISTORY_CHUNK_TOKENS,))}
         )
-        self._model = Llama(shape, dtype)
-        self._make_state = partial(new_state, shape, config.num_pages, config.page_size, config.max_running, dtype)
-        self._state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), jax.eval_shape(self._make_state)
+        self._dtype = dtype
+        self._model = Model(self.chips.local_shape, dtype, self.chips.chip)
+        pool_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(config.kv_dtype)
+        self._make_state = partial(
+            new_state, shape, self.chips.num_pool_heads, config.num_pages, config.page_size, config.max_running, pool_dtype
         )
-        self._attention = attention or choose_attention(platform, attention_override())
+        abstract = jax.eval_shape(self._make_state)
+        self._state_shardings = replace(jax.tree.map(lambda _: self.chips.replicated, abstract), pool=self.chips.pool)
+        self._state = jax.tree.map(_located, abstract, self._state_shardings)
+        self._attention = attention or choose_attention(self.chips.platform, attention_override())
 
     def new_state(self) -> DeviceState:
         """A fresh pool, on the device."""
-        return jax.jit(self._make_state, out_shardings=self.sharding)()
+        return jax.jit(self._make_state, out_shardings=self._state_shardings)()
 
     def keys(self, programs: Programs) -> list[ProgramKey]:
         """Every program of the groups, decode first: a prefill worker started beside a decode worker then fills the compile cache
@@ -112,26 +120,28 @@ class Library:
         packed = self.prefill_layouts[size].abstract()
         pieces = make_prefill(self._model, self._attention, self.dims, size)
         if name == "prefill_begin":
-            return jax.jit(pieces.begin).lower(self.weights.ends, packed)
+            return self._jit(pieces.begin).lower(self.weights.ends, packed)
         if name == "prefill_layers":
             return self._lower_layers(pieces, self.layer_groups[name][0], self.weights.ends, packed)
-        return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size), packed)
+        return self._jit(pieces.end).lower(self.weights.ends, self._hidden(size), packed)
 
     def _lower_decode(self, name: str, size: int) -> jax.stages.Lowered:
         pieces = make_decode(self._model, self._attention, self.dims, size)
         to_begin = (self.weights.ends, self._state.last_token, self.decode_layouts[size].abstract())
         if name == "decode_begin":
-            return jax.jit(pieces.begin).lower(*to_begin)
+            return self._jit(pieces.begin).lower(*to_begin)
         if name == "decode_layers":
             return self._lower_layers(pieces, self.layer_groups[name][0], *to_begin)
-        return jax.jit(pieces.end).lower(self.weights.ends, self._hidden(size))
+        return self._jit(pieces.end).lower(self.weights.ends, self._hidden(size))
 
     def _lower_layers(self, pieces: Pieces, group: LayerGroup, *to_begin: Any) -> jax.stages.Lowered:
-        x, rows = jax.eval_shape(pieces.begin, *to_begin)
-        return jax.jit(pieces.layers, donate_argnums=(2, 3)).lower(group.params, group.first, x, self._state.pool, rows)
+        x, rows = jax.tree.map(lambda leaf: _located(leaf, self.chips.replicated), jax.eval_shape(pieces.begin, *to_begin))
+        layers = self.chips.over_chips(pieces.layers, self._layer_specs)
+        run = self._jit(layers, donate=(2, 3), out=(self.chips.replicated, self.chips.pool))
+        return run.lower(group.params, group.first, x, self._state.pool, rows)
 
     def _lower_score(self, size: int) -> jax.stages.Lowered:
-        return jax.jit(make_score(self._model)).lower(self.weights.ends, self._hidden(size), SCORE_LAYOUT.abstract())
+        return self._jit(make_score(self._model)).lower(self.weights.ends, self._hidden(size), SCORE_LAYOUT.abstract())
 
     def _lower_greedy(self, size: int) -> jax.stages.Lowered:
         def sample_greedily(ends: Params, last_token: jax.Array, hidden: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +149,7 @@ class Library:
             return last_token.at[slots].set(tokens), tokens
 
         slots = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return jax.jit(sample_greedily, donate_argnums=1).lower(self.weights.ends, self._state.last_token, self._hidden(size), slots)
+        return self._jit(sample_greedily, donate=1).lower(self.weights.ends, self._state.last_token, self._hidden(size), slots)
 
     def _lower_sample(self, size: int) -> jax.stages.Lowered:
         def sample_tokens(logits: jax.Array, tokens: jax.Array) -> Sampled:
@@ -167,7 +177,7 @@ class Library:
 
         sampler.__name__ = result.__name__
         state = self._state
-        return jax.jit(sampler, donate_argnums=(1, 2)).lower(
+        return self._jit(sampler, donate=(1, 2)).lower(
             self.weights.ends, state.last_token, state.history, self._hidden(size), layout.abstract()
         )
 
@@ -176,15 +186,29 @@ class Library:
             host = self.history_layout.read(packed)
             return extend_history(history, host["slot"][0], host["keep"][0], host["prompt"], host["output"])
 
-        return jax.jit(history, donate_argnums=0).lower(self._state.history, self.history_layout.abstract())
+        return self._jit(history, donate=0).lower(self._state.history, self.history_layout.abstract())
 
     def _lower_gather(self, size: int) -> jax.stages.Lowered:
-        return jax.jit(gather_pages).lower(self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32))
+        return self._jit(self._gather, out=self.chips.chunk).lower(self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32))
 
     def _lower_install(self, size: int) -> jax.stages.Lowered:
-        pool = self._state.pool
-        chunk = jax.ShapeDtypeStruct((size, pool.shape[0], *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
-        return jax.jit(install_pages, donate_argnums=0).lower(pool, jax.ShapeDtypeStruct((size,), jnp.int32), chunk)
+        def install(pool: jax.Array, pages: jax.Array, kv: jax.Array) -> jax.Array:
+            return install_pages(pool, pages, self.chips.copied(kv))
+
+        pool, pages = self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32)
+        chunk = _located(jax.eval_shape(self._gather, pool, pages), self.chips.chunk)
+        return self._jit(install, donate=0, out=self.chips.pool).lower(pool, pages, chunk)
+
+    def _gather(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
+        return self.chips.canonical(gather_pages(pool, pages))
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self._model.shape.embed_dim, size), self._state.pool.dtype)
+        return jax.ShapeDtypeStruct((self._model.shape.embed_dim, size), self._dtype, sharding=self.chips.replicated)
+
+    def _jit(self, function: Callable[..., Any], donate: int | tuple[int, ...] = (), out: Any = None) -> Any:
+        """`out`: where the results lie; default: on every chip."""
+        return jax.jit(function, donate_argnums=donate, out_shardings=self.chips.replicated if out is None else out)
+
+
+def _located(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -28,11 +28,13 @@ class DeviceState:
     history: History
 
 
-def new_state(shape: ModelShape, num_pages: int, page_size: int, num_slots: int, dtype: jnp.dtype) -> DeviceState:
+def new_state(
+    shape: ModelShape, num_pool_heads: int, num_pages: int, page_size: int, num_slots: int, dtype: jnp.dtype
+) -> DeviceState:
     """All zeros. Traced, so that the pool is made where it stays."""
     rows = num_slots + 1
     return DeviceState(
-        pool=jnp.zeros((shape.num_layers, num_pages, page_size, 2 * shape.num_kv_heads, shape.head_dim), dtype),
+        pool=jnp.zeros((shape.num_layers, num_pages, page_size, 2 * num_pool_heads, shape.head_dim), dtype),
         last_token=jnp.zeros((rows,), jnp.int32),
         history=History(jnp.zeros((rows, shape.vocab_size), bool), jnp.zeros((rows, shape.vocab_size), jnp.int32)),
     )

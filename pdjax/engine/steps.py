@@ -18,7 +18,8 @@ from pdjax.engine.packing import Field, PackedLayout
 from pdjax.engine.sampling import log_probabilities
 from pdjax.engine.weights import LayerParams
 from pdjax.kernels.base import Attend, Attention, DecodeBatch, PrefillBatch, decode_batch, prefill_batch, row_owners
-from pdjax.models.llama import Llama, Params, Step, rotary_tables
+from pdjax.models.layers import Params, rotary_tables
+from pdjax.models.model import Model, Step
 
 SCORE_BLOCK_ROWS = 64
 """Rows of a prompt that are scored at a time. Their logits exist together: 13 MB with a vocabulary of 49,152."""
@@ -88,7 +89,7 @@ def pack_decode(dims: StepDimensions, layout: PackedLayout, seqs: Sequence[Decod
 
 
 class Rows(NamedTuple):
-    """What the layers need to know about the T token rows of a step; `pdjax.models.llama.Step` with the attention still to be made."""
+    """What the layers need to know about the T token rows of a step; `pdjax.models.model.Step` with the attention still to be made."""
 
     cos: jax.Array
     sin: jax.Array
@@ -108,7 +109,7 @@ class Pieces(NamedTuple):
     end: Callable[..., tuple[jax.Array, ...]]
 
 
-def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_rows: int) -> Pieces:
+def make_prefill(model: Model, attention: Attention, dims: StepDimensions, num_rows: int) -> Pieces:
     """The prefill step for `num_rows` tokens: begin(ends, packed), layers, end(ends, x, packed) -> (hidden, first hidden).
 
     Hidden states are those of the sampled rows, [E, max_prefill_seqs], and of the first of them alone, [E, 1].
@@ -128,7 +129,7 @@ def make_prefill(model: Llama, attention: Attention, dims: StepDimensions, num_r
     return Pieces(prefill_begin, _layers(model, attention.prefill), prefill_end)
 
 
-def make_decode(model: Llama, attention: Attention, dims: StepDimensions, num_seqs: int) -> Pieces:
+def make_decode(model: Model, attention: Attention, dims: StepDimensions, num_seqs: int) -> Pieces:
     """The decode step for `num_seqs` sequences: begin(ends, last_token, packed), layers, end(ends, x) -> hidden [E, num_seqs]."""
     layout = decode_layout(dims, num_seqs)
 
@@ -145,7 +146,7 @@ def make_decode(model: Llama, attention: Attention, dims: StepDimensions, num_se
     return Pieces(decode_begin, _layers(model, attention.decode), decode_end)
 
 
-def _layers(model: Llama, attend: Callable[..., Attend]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _layers(model: Model, attend: Callable[..., Attend]) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def layers(
         params: LayerParams, first: jax.Array, x: jax.Array, pool: jax.Array, rows: Rows
     ) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +178,7 @@ def pack_scores(seqs: Sequence[PrefillSeq]) -> list[np.ndarray]:
     return blocks
 
 
-def make_score(model: Llama) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     """Build the program that scores one block of a prefill step's rows: (ends, rows [E, T], packed) -> `log_probabilities` of the
     targets, [SCORE_BLOCK_ROWS, ...]."""
 

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -15,6 +15,7 @@ from pdjax.benchmarks.client import parse_url
 from pdjax.config.load import COMMAND_LINE, ConfigError, load_config, read_document
 from pdjax.config.schema import Config, Section
 from pdjax.errors import BadRequest
+from pdjax.jobs.ray_config import RayConfig
 
 PARQUET = ".parquet"
 ONE_PROCESS_TRANSFERS = ("device_put", "loopback")
@@ -29,8 +30,10 @@ class BatchConfig(Section):
     config: str | dict[str, dict[str, Any]] | None = Field(
         None, description="of the engine: a file as for `python -m pdjax.serve`, or its sections; default: the quickstart"
     )
+    cluster: Literal["ray"] | None = Field(None, description="where engines run: `ray` for the nodes of a Ray cluster; default: here")
+    ray: RayConfig = Field(RayConfig(), description="which cluster, and what an engine takes of it; only with cluster: ray")
     request: dict[str, Any] = Field({}, description="request fields of plain prompts that do not give them themselves")
-    max_in_flight: int = Field(32, ge=1, le=4096, description="rows that are worked on at the same time")
+    max_in_flight: int = Field(32, ge=1, le=4096, description="rows that are worked on at the same time, by each engine")
     timeout_s: float = Field(600.0, gt=0, description="deadline of one row, from its start")
     patience_s: float = Field(
         120.0, ge=0, description="how long a row is tried again while the system takes no requests; then the job stops, to be continued"
@@ -43,6 +46,10 @@ class BatchConfig(Section):
             parse_url(self.url)
             if self.config is not None:
                 raise ValueError("url and config exclude each other: a running router has its own configuration")
+            if self.cluster is not None:
+                raise ValueError("url and cluster exclude each other: a running router has its own workers")
+        if self.cluster is None and "ray" in self.model_fields_set:
+            raise ValueError("ray: has no effect without cluster: ray")
         return self
 
     @model_validator(mode="after")
@@ -86,6 +93,11 @@ class JobConfig(NamedTuple):
     paths: Paths
     engine: Config | None
 
+    @property
+    def rows_in_flight(self) -> int:
+        """Over all engines that there may be."""
+        return self.batch.max_in_flight * (1 if self.batch.cluster is None else self.batch.ray.max_engines)
+
 
 def load_job(file: Path) -> JobConfig:
     """Raises ConfigError with every problem that was found."""
@@ -116,6 +128,8 @@ def _paths(batch: BatchConfig, file: Path) -> Paths:
         problems.append(f"{file}: input, output and errors must be three files, got {source}, {output} and {errors}")
     if PARQUET in {path.suffix for path in (source, output, errors)} and importlib.util.find_spec("pyarrow") is None:
         problems.append(f"{file}: Parquet needs pyarrow, which is not installed: pip install 'pdjax[batch]'")
+    if batch.cluster == "ray" and importlib.util.find_spec("ray") is None:
+        problems.append(f"{file}: cluster: ray needs Ray, which is not installed: pip install 'pdjax[ray]'")
     if problems:
         raise ConfigError(problems)
     return paths

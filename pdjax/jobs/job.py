@@ -58,6 +58,10 @@ def make_backend(job: JobConfig, loop: asyncio.AbstractEventLoop, progress: Prog
     if job.engine is None:
         assert job.batch.url is not None, "without an engine there is a router"
         return RouterBackend(parse_url(job.batch.url), job.batch.timeout_s)
+    if job.batch.cluster == "ray":
+        from pdjax.jobs import ray_cluster  # brings in Ray
+
+        return ray_cluster.connect(job.batch.ray, job.engine, job.batch.timeout_s, job.batch.max_in_flight, progress)
     from pdjax.jobs.local import LocalBackend  # brings in JAX, which a router at work elsewhere does without
 
     backend = LocalBackend.load(job.engine, job.batch.timeout_s, loop, progress)
@@ -82,7 +86,7 @@ async def run_rows(work: Work, ledger: Ledger, backend: RowBackend, tally: Tally
         async def answer(row: Row, on_prefilled: Callable[[], None]) -> Reply:
             return await answer_patiently(backend, row.url, row.body_for(model), on_prefilled, patience_s)
 
-        await Runner(Agenda(work.order(ledger.past)), answer, ledger, work.job.batch.max_in_flight, tally.add).run()
+        await Runner(Agenda(work.order(ledger.past)), answer, ledger, work.job.rows_in_flight, tally.add).run()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
         await backend.close()

@@ -156,11 +156,18 @@ def print_plan(console: Console, job: JobConfig, source: Input, past: Past, orde
     table.add_row("order", "random" if batch.shuffle else "by prompt, shared beginnings once")
     table.add_row("of these wait for a shared beginning", f"{len(followers):,}")
     table.add_row("shared part of the prompts", f"{shared / num_chars:.0%} of the characters" if num_chars else "-")
-    table.add_row("in flight", f"{batch.max_in_flight:,} rows")
-    table.add_row("answered by", escape(batch.url if job.engine is None else f"an engine in this process, {job.engine.model.source}"))
+    table.add_row("in flight", f"{batch.max_in_flight:,} rows{' an engine' if batch.cluster else ''}")
+    table.add_row("answered by", escape(_answered_by(job)))
     table.add_row("results", escape(str(job.paths.output)))
     table.add_row("errors", escape(str(job.paths.errors)))
     console.print(table)
+
+
+def _answered_by(job: JobConfig) -> str:
+    if job.engine is None:
+        return job.batch.url or ""
+    where = "an engine in this process" if job.batch.cluster is None else "engines on the nodes of a Ray cluster"
+    return f"{where}, {job.engine.model.source}"
 
 
 def _clock_time(seconds: float) -> str:

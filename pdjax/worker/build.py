@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import jax.numpy as jnp
 import jax
 import numpy as np
 
@@ -12,6 +13,9 @@ from pdjax.config.environment import early_send_override, should_fail_poll, shou
 from pdjax.config.schema import Config
 from pdjax.engine.compilation import Programs
 from pdjax.engine.engine import Engine
+from pdjax.engine.mesh import Placement
+from pdjax.engine.weights import StreamedWeights, Weights
+from pdjax.models.shape import ModelShape
 from pdjax.observe.progress import Progress
 from pdjax.protocol import Layout, Peer, WorkerInfo
 from pdjax.scheduler.bootstrap import BootstrapQueue
@@ -34,16 +38,20 @@ OPTIMISM_GRACE_S = 0.005
 is bootstrapped in time loses nothing and holds no copy of its pages."""
 
 
-def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[str, np.ndarray]:
+def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> Weights:
+    """On CPU into memory, which engines then share; elsewhere an engine reads them as it places them."""
     progress.stage("load", 0)
-    return checkpoint.load_weights(np.dtype(config.model.dtype), progress.advance)
+    dtype = np.dtype(config.model.dtype)
+    if jax.default_backend() == "cpu":
+        return checkpoint.load_weights(dtype, progress.advance)
+    return StreamedWeights(checkpoint.shape, dtype, checkpoint.read_into, progress.advance)
 
 
 def load_engine(
-    checkpoint: Checkpoint, weights: dict[str, np.ndarray], config: Config, programs: Programs, device: jax.Device, progress: Progress
+    checkpoint: Checkpoint, weights: Weights, config: Config, programs: Programs, placement: Placement, progress: Progress
 ) -> Engine:
     """An engine whose every program is compiled."""
-    engine = Engine(checkpoint.shape, weights, config.engine, np.dtype(config.model.dtype), device)
+    engine = Engine(_served_shape(checkpoint, config), weights, config.engine, np.dtype(config.model.dtype), placement)
     progress.stage("compile", 0)
     engine.warm_up(lambda done, total, name: progress.advance(done, total, name), programs)
     return engine
@@ -52,9 +60,9 @@ def load_engine(
 def layout_of(checkpoint: Checkpoint, config: Config) -> Layout:
     shape = checkpoint.shape
     return Layout(
-        model_fingerprint=checkpoint.fingerprint,
+        model_fingerprint=checkpoint.fingerprint + _served_shape(checkpoint, config).rope_variant(),
         page_size=config.engine.page_size,
-        kv_dtype=config.model.dtype,
+        kv_dtype=config.kv_dtype,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -105,7 +113,7 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
     override = early_send_override()
     is_early = config.scheduler.early_send_cached_prefix if override is None else override
     early_sends = scheduler.maybe_send_cached_prefix_chunk if is_early else no_early_sends
-    page_bytes = config.engine.page_size * checkpoint.shape.kv_bytes_per_token(np.dtype(config.model.dtype).itemsize)
+    page_bytes = config.engine.page_size * checkpoint.shape.kv_bytes_per_token(jnp.dtype(config.kv_dtype).itemsize)
     return PrefillRole(engine, scheduler, source, wake, early_sends, page_bytes)
 
 
@@ -130,6 +138,11 @@ def _memory(config: Config) -> KVMemory:
 
 def _metadata_slots(config: Config) -> MetadataSlots:
     return MetadataSlots(config.scheduler.metadata_slots or 2 * config.engine.max_running)
+
+
+def _served_shape(checkpoint: Checkpoint, config: Config) -> ModelShape:
+    """The model for contexts of the length that is served: page tables are as wide as that takes, and rotary tables made for it."""
+    return checkpoint.shape._replace(max_context_tokens=_max_context_tokens(checkpoint, config))
 
 
 def _max_context_tokens(checkpoint: Checkpoint, config: Config) -> int:

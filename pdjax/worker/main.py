@@ -11,18 +11,19 @@ from typing import NamedTuple
 
 import grpc
 import grpc.aio
-import jax
 
 from pdjax import rpc
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config
 from pdjax.engine.compilation import DECODE_WORKER, PREFILL_WORKER, enable_compile_cache
 from pdjax.engine.engine import Engine
+from pdjax.engine.mesh import check_split
 from pdjax.observe.progress import Progress
 from pdjax.observe.signals import stop_signals
 from pdjax.protocol import Peer
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
+from pdjax.worker.devices import devices_in
 from pdjax.worker.links import make_carriers, make_lander
 from pdjax.worker.loop import EngineLoop
 from pdjax.worker.membership import RouterLink
@@ -51,8 +52,11 @@ def run_worker(config: Config, role: str, progress: Progress) -> int:
     if config.engine.compile_cache is not None:
         enable_compile_cache(config.engine.compile_cache)
     programs = PREFILL_WORKER if role == "prefill" else DECODE_WORKER
+    width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
+    (devices,) = devices_in([range(width)])
+    check_split(checkpoint.shape, width)
     weights = load_weights(checkpoint, config, progress)
-    engine = load_engine(checkpoint, weights, config, programs, jax.devices()[0], progress)
+    engine = load_engine(checkpoint, weights, config, programs, devices, progress)
     return asyncio.run(_serve(config, role, checkpoint, engine, progress))
 
 

@@ -1,0 +1,157 @@
+"""What several families share: norms, rotary embedding, attention around its projections, and the ends of a model.
+
+Activations are feature-major, [E, T], and every product is `weight [out, in] @ activations [in, T]`. On CPU that order reads each row of a
+weight once, from memory as it lies there, for any small T; with the operands the other way round a decode step of two takes 1.4 times as
+long. An accelerator's compiler lays activations out as it likes.
+
+Modules here and in the families are flax modules of which only the structure is kept: weights stay a plain tree of arrays, so that one
+block serves stacked weights under `lax.scan` and per-layer weights alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pdjax.models.shape import ModelShape, weight_specs
+
+Params = dict[str, jax.Array]
+"""Weights of one module, by the last part of their path."""
+
+MakeParam = Callable[[str], nnx.Param]
+
+
+class Chip(NamedTuple):
+    """This chip among those that share every layer.
+
+    `combine` adds up what each of them has computed of a result; `index`: an int32 scalar, or 0, among them.
+    """
+
+    combine: Callable[[jax.Array], jax.Array]
+    index: Callable[[], jax.Array | int]
+
+
+ALONE = Chip(lambda partial_sum: partial_sum, lambda: 0)
+
+
+class LayerStep(NamedTuple):
+    """What one layer of a forward needs to know about the T token rows it works on."""
+
+    cos: jax.Array  # float32[pairs, T]
+    sin: jax.Array  # float32[pairs, T]
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    """(queries [T, H, D], kv [T, 2 * K, D], pool) -> (attended [T, H, D], pool with the layer's KV of these rows written)"""
+    chip: Chip = ALONE
+
+
+def layer_params(shape: ModelShape, dtype: jnp.dtype) -> MakeParam:
+    """Makes the parameters of one layer by name, as `weight_specs` describes them."""
+    specs = weight_specs(shape)
+    return lambda name: nnx.Param(jnp.zeros(specs[f"layers/{name}"].shape[1:], dtype))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Normalise x [E, T] over its features in float32; the result has the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale[:, None]
+
+
+def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """`rms_norm` of every head on its own: x [heads, D, T]."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale[None, :, None]
+
+
+def rotary_tables(positions: jax.Array, shape: ModelShape) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for positions int32[T]: float32[pairs, T] of a model with one table, else float32[tables, pairs, T]."""
+    if not shape.rope_tables:
+        frequencies = 1.0 / shape.rope_theta ** (np.arange(0, shape.head_dim, 2, dtype=np.float32) / shape.head_dim)
+        return _turned(positions, frequencies, 1.0)
+    tables = []
+    for table in shape.rope_tables:
+        frequencies = np.array(table.long_frequencies if shape.is_long(table) else table.frequencies)
+        tables.append(_turned(positions, frequencies, table.magnitude))
+    if len(tables) == 1:
+        return tables[0]
+    cosines, sines = zip(*tables, strict=True)
+    return jnp.stack(cosines), jnp.stack(sines)
+
+
+def _turned(positions: jax.Array, frequencies: np.ndarray, magnitude: float) -> tuple[jax.Array, jax.Array]:
+    angles = jnp.asarray(frequencies, jnp.float32)[:, None] * positions.astype(jnp.float32)[None, :]
+    if magnitude == 1.0:
+        return jnp.cos(angles), jnp.sin(angles)
+    return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of x [heads, head_dim, T], pairing row i of a head with row i + pairs. Rows behind the pairs stay as they are."""
+    pairs = cos.shape[0]
+    first, second, rest = jnp.split(x, (pairs, 2 * pairs), axis=1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    cos, sin = cos[None], sin[None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
+    return turned if rest.shape[1] == 0 else jnp.concatenate([turned, rest], axis=1)
+
+
+def heads_of(projected: jax.Array, shape: ModelShape) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[qkv, T] -> queries [H, D, T], keys [K, D, T], values [K, D, T]."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    queries, keys, values = jnp.split(projected.reshape(heads + 2 * kv_heads, dim, -1), (heads, heads + kv_heads))
+    return queries, keys, values
+
+
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
+    """Rotate queries [H, D, T] and keys [K, D, T], write keys and values to the pool by turns and attend over it.
+
+    Returns: attended [H * D, T], the pool.
+    """
+    kv_heads, dim, rows = keys.shape
+    kv = jnp.stack([rotate(keys, step.cos, step.sin), values], axis=1).reshape(2 * kv_heads, dim, rows)
+    with jax.named_scope("attention"):
+        attended, pool = step.attend(rotate(queries, step.cos, step.sin).transpose(2, 0, 1), kv.transpose(2, 0, 1), pool)
+        return attended.reshape(rows, -1).T, pool
+
+
+def silu_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """x [E, T] -> [E, T] through gate_up [2F, E] and down [E, F]."""
+    with jax.named_scope("mlp"):
+        gate, up = jnp.split(gate_up @ x, 2)
+        return down @ (jax.nn.silu(gate) * up)
+
+
+class Ends(nnx.Module):
+    """What comes before the first and after the last layer."""
+
+    def __init__(self, shape: ModelShape, dtype: jnp.dtype):
+        specs = weight_specs(shape)
+        self.norm_eps = shape.norm_eps
+        self.embed = nnx.Param(jnp.zeros(specs["embed"].shape, dtype))
+        self.final_norm = nnx.Param(jnp.zeros(specs["final_norm"].shape, dtype))
+        self.lm_head = None if shape.tied_embeddings else nnx.Param(jnp.zeros(specs["lm_head"].shape, dtype))
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """int32[T] -> [E, T]."""
+        return self.embed[...][tokens].T
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Output of the last layer, [E, n], ready for `logits`."""
+        return rms_norm(x, self.final_norm[...], self.norm_eps)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[E, n] -> float32[n, vocab]."""
+        return project_to_vocab(hidden, self.embed[...] if self.lm_head is None else self.lm_head[...])
+
+
+def project_to_vocab(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """hidden [E, n], weight [vocab, E] -> float32[n, vocab]."""
+    logits = jnp.matmul(weight, hidden, preferred_element_type=jnp.float32)
+    # Without the barrier the transpose is taken into the product, which then reads the weight in the slow order.
+    return jax.lax.optimization_barrier(logits).T
