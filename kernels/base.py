@@ -6,6 +6,9 @@ KV head, P pages in a page table.
 The KV pool is one array `[layers, pages, page_size, 2 * K, D]`: entry 2i of the fourth axis is the key of KV head i, entry 2i + 1
 its value. Page 0 is the null page: page tables are padded with it, and padding rows write there. Nothing in it, and nothing in a
 slot past the end of a sequence, may reach a result, NaN included.
+
+A pool of unsigned integers holds the bits of floats (`FLOAT_OF_BITS`). CPUs need that: XLA there turns every update of an array of narrow
+floats into a conversion of the whole array to float32 and back.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ class AttentionSpec(NamedTuple):
 
 
 PLAIN = AttentionSpec()
+
+FLOAT_OF_BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
+BITS_OF_FLOAT = {floating: bits for bits, floating in FLOAT_OF_BITS.items()}
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | int, AttentionSpec], tuple[jax.Array, jax.Array]]
 """(queries [T, H, D], kv [T, 2 * K, D], pool, layer, spec) -> (attended [T, H, D] in the dtype of the queries, pool).
@@ -111,6 +117,8 @@ def write_kv(
 
 def as_stored(kv: jax.Array, dtype: jnp.dtype, kv_scales: jax.Array | None) -> jax.Array:
     """kv [..., 2 * K, D] as a pool of `dtype` holds it: divided by its scales, rounded to the nearest, clamped to the dtype's range."""
+    if dtype in FLOAT_OF_BITS:
+        return same_bits(as_stored(kv, FLOAT_OF_BITS[dtype], kv_scales), dtype)
     if kv_scales is not None:
         kv = kv.astype(jnp.float32) / kv_scales[:, None]
     if jnp.issubdtype(dtype, jnp.integer):
@@ -120,3 +128,14 @@ def as_stored(kv: jax.Array, dtype: jnp.dtype, kv_scales: jax.Array | None) -> j
         limit = float(jnp.finfo(dtype).max)
         return jnp.clip(kv, -limit, limit).astype(dtype)
     return kv.astype(dtype)
+
+
+def from_stored(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array:
+    """What entries [..., 2 * K, D] of a pool stand for, float32."""
+    kv = same_bits(kv, FLOAT_OF_BITS.get(kv.dtype, kv.dtype)).astype(jnp.float32)
+    return kv if kv_scales is None else kv * kv_scales[:, None]
+
+
+def same_bits(kv: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """From floats to their bits in a pool, or back."""
+    return kv if kv.dtype == dtype else jax.lax.bitcast_convert_type(kv, dtype)

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pdjax.kernels.base import PLAIN, Attend, AttentionSpec, DecodeBatch, PrefillBatch, row_owners, write_kv
+from pdjax.kernels.base import PLAIN, Attend, AttentionSpec, DecodeBatch, PrefillBatch, from_stored, row_owners, write_kv
 
 
 def attend_row(
@@ -33,9 +33,7 @@ def attend_row(
     Returns: float32[H, D].
     """
     num_heads, head_dim = query.shape
-    kv = pool[layer, table].astype(jnp.float32)
-    if spec.kv_scales is not None:
-        kv = kv * spec.kv_scales[:, None]
+    kv = from_stored(pool[layer, table], spec.kv_scales)
     num_positions, num_kv_heads = kv.shape[0] * kv.shape[1], kv.shape[2] // 2
     kv = kv.reshape(num_positions, num_kv_heads, 2, head_dim)
     positions = jnp.arange(num_positions)

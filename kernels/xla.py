@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pdjax.kernels.base import Attend, AttentionSpec, DecodeBatch, PrefillBatch, write_kv
+from pdjax.kernels.base import Attend, AttentionSpec, DecodeBatch, PrefillBatch, from_stored, write_kv
 
 _MASKED = -1e30
 """Score of a position that is not seen: finite, so that a fully masked block gives exp(_MASKED - max) = 0 and never inf - inf."""
@@ -216,10 +216,7 @@ class _Keys(NamedTuple):
         block_pages = block // page_size
         assert self.table.shape[0] % block_pages == 0, f"page table of {self.table.shape[0]} pages is not a multiple of {block_pages}"
         pages = jax.lax.dynamic_slice(self.table, (j * block_pages,), (block_pages,))
-        kv = pool[layer, pages].astype(jnp.float32)
-        if self.spec.kv_scales is not None:
-            kv = kv * self.spec.kv_scales[:, None]
-        kv = kv.reshape(block, num_kv_heads, 2, head_dim)
+        kv = from_stored(pool[layer, pages], self.spec.kv_scales).reshape(block, num_kv_heads, 2, head_dim)
         positions = j * block + jnp.arange(block, dtype=jnp.int32)
         return kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2), positions
 

@@ -1,4 +1,4 @@
-"""`python -m pdjax.convert SRC DST`: writes a model as a folder that starts faster and is restored shard by shard.
+"""`python -m pdjax.convert SRC DST`: writes a model as Orbax checkpoints, whatever format it came in.
 
 SRC is what `model.source` takes: a GGUF file, a Hugging Face folder or id, an embedded model. DST becomes a folder with a description and
 Orbax checkpoints, one of each layer; it is a `model.source` itself. A run that was stopped goes on where it was when it is started again.

@@ -154,6 +154,10 @@ def _host_problems(config: Config, role: str) -> list[str]:
         return [f"worker.num_hosts {number} has no meaning with --role {role}, whose workers are one process each; start each host's yourself"]
     width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
     problems = []
+    if config.worker.coordinator is None:
+        problems.append(f"worker.num_hosts {number} needs worker.coordinator, HOST:PORT of host 0")
+    if config.worker.host_index >= number:
+        problems.append(f"worker.host_index {config.worker.host_index} is none of worker.num_hosts {number}, which count from 0")
     if width % number:
         problems.append(f"{role}.tensor_parallel {width} cannot be shared evenly by worker.num_hosts {number}")
     if config.transfer.kind != "tcp":

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, PrefillBatch, as_stored, decode_batch, prefill_batch
+from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, PrefillBatch, as_stored, decode_batch, from_stored, prefill_batch
 from pdjax.kernels.reference import attend_row
 
 
@@ -79,12 +79,12 @@ def random_case(seed: int, starts: Sequence[int], lengths: Sequence[int], sizes:
 
 
 def stored_as(case: Case, dtype: jnp.dtype, kv_scales: np.ndarray) -> Case:
-    """The case with pools of int8 or fp8; `full` holds what such a pool gives back."""
+    """The case with pools of int8, fp8 or bits of floats; `full` holds what such a pool gives back."""
 
     def stored(values: np.ndarray) -> np.ndarray:
         return np.asarray(as_stored(jnp.asarray(values), jnp.dtype(dtype), jnp.asarray(kv_scales)))
 
-    full = stored(case.full).astype(np.float32) * kv_scales[:, None]
+    full = np.asarray(from_stored(jnp.asarray(stored(case.full)), jnp.asarray(kv_scales)))
     return case._replace(pool=stored(case.pool), full=np.where(np.isnan(case.full), np.nan, full))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 GOLDENS = Path(__file__).parent / "goldens" / "models"
 _KINDS = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.int8): "I8"}
@@ -55,13 +56,26 @@ def golden_tensors(golden: Golden) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """For models so small that compiling is all that takes time."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def quick_compilation(cache: Path) -> Iterator[None]:
+    """For models so small that compiling is all that takes time: little of it, and programs that several of them share once."""
+    changed = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in changed}
+    _configure(changed)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        _configure(before)
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX decides once whether there is a cache
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], alignment: int = 8) -> Path:

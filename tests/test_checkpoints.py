@@ -283,7 +283,9 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, content: bytes) -> None
 
 
 def test_sources_that_lead_nowhere_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'my model' is none of embedded:NAME, random:SHAPE, a .gguf file, a model's folder, OWNER/NAME on the hub"):
+    with pytest.raises(
+        ValueError, match="'my model' is none of embedded:NAME, random:SHAPE, a .gguf file, a model's folder, OWNER/NAME on the hub"
+    ):
         open_checkpoint("my model")
     with pytest.raises(FileNotFoundError, match="none.gguf"):
         open_checkpoint(str(tmp_path / "none.gguf"))

@@ -130,6 +130,30 @@ def test_a_converted_model_that_does_not_fit_its_description_is_named(tmp_path: 
         weights_of(target)
 
 
+def test_damage_anywhere_in_the_weights_is_noticed_and_named(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    convert(open_checkpoint(str(source(tmp_path, "llama"))), target, "float32", NullProgress())
+    sums = target / "weights" / "layer-00001.sums.json"
+    changed = json.loads(sums.read_text()) | {"layers/down": "0" * 16}
+    sums.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"layer-00001: weight layers/down is damaged: its checksum is [0-9a-f]{16}, not 0{16}"):
+        weights_of(target)
+    sums.write_text("{")
+    with pytest.raises(ValueError, match=r"layer-00001\.sums\.json is not readable"):
+        weights_of(target)
+
+
+@pytest.mark.parametrize("part", [slice(0, 9000), slice(0, 0)])
+def test_a_truncated_data_file_is_named(tmp_path: Path, part: slice) -> None:
+    target = tmp_path / "out"
+    convert(open_checkpoint(str(source(tmp_path, "llama"))), target, "float32", NullProgress())
+    largest = max((target / "weights" / "layer-00001").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    assert largest.stat().st_size > 20_000
+    largest.write_bytes(largest.read_bytes()[part])
+    with pytest.raises(ValueError, match=r"layer-00001: weight layers/\w+ cannot be read"):
+        weights_of(target)
+
+
 SHARDED = """
 import sys
 import jax

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture hold the same model as a Hugging Face folder of it, and sentencepiece vocabularies cut text as they should."""
+"""GGUF files of every architecture hold the model that a Hugging Face folder of it does; sentencepiece vocabularies cut text as they should."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import json
 import pickle
 import sys
 import tracemalloc
-import types
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,17 @@ def test_shards_are_read_as_one_model(tmp_path: Path) -> None:
     sharded = load(write_folder(tmp_path / "sharded", golden.config, golden_tensors(golden), shards=3))
     for path, weight in load(folder).items():
         np.testing.assert_array_equal(sharded[path], weight)
+
+
+def test_every_weight_of_every_golden_is_filled(tmp_path: Path) -> None:
+    for name in ("smollm3", "gemma2", "qwen2-moe", "qwen3-moe", "phi3-long"):
+        golden, folder = golden_folder(tmp_path, name)
+        weights = load(folder)
+        assert {path: weight.shape for path, weight in weights.items()} == {
+            path: spec.shape for path, spec in weight_specs(shape_of(golden.config)).items()
+        }
+        values = np.concatenate([weight.reshape(-1) for weight in weights.values()])
+        assert sorted(values.tolist()) == sorted(np.concatenate([each.reshape(-1) for each in golden_tensors(golden).values()]).tolist())
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
@@ -233,7 +243,11 @@ def test_long_frequencies_are_taken_where_contexts_may_get_long() -> None:
         ("llama", {"vocab_size": True}, "field vocab_size should be of type int but is True"),
         ("llama", {"num_key_value_heads": 3}, "4 query heads do not divide among 3 key heads"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "weights quantized by 'gptq' are not supported"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type 'dynamic' is not supported; supported are default"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}},
+            "rope_type 'dynamic' is not supported; supported are default",
+        ),
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters: field factor should be of type float"),
         ("phi3-long", {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1.0, "rope_type": "longrope"}}, "field short_factor"),
         ("gemma2", {"layer_types": ["full_attention"]}, None),
@@ -359,53 +373,3 @@ def test_what_ends_an_answer_is_read_from_the_generation_configuration_first(tmp
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(ValueError, match="eos_token_id should be a token id or several but is 'end'"):
         HfCheckpoint(folder, "x")
-
-
-# ---- the hub
-
-
-def test_an_id_without_the_hub_package_is_answered_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a file nor a folder here.*pip install pdjax\[hub\]"):
-        open_checkpoint("nobody/nothing")
-
-
-def fake_hub(answer: Any) -> types.ModuleType:
-    module = types.ModuleType("huggingface_hub")
-    module.snapshot_download = answer  # type: ignore[attr-defined]
-    module.errors = types.SimpleNamespace(HfHubHTTPError=ConnectionError)  # type: ignore[attr-defined]
-    return module
-
-
-def test_an_id_is_fetched_without_code_and_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, folder = golden_folder(tmp_path, "llama")
-    calls = []
-
-    def snapshot_download(model_id: str, allow_patterns: list[str]) -> str:
-        calls.append((model_id, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(snapshot_download))
-    checkpoint = open_checkpoint("nobody/small-model")
-    assert checkpoint.name == "small-model" and checkpoint.shape.num_layers == 3
-    assert calls == [("nobody/small-model", ["*.json", "*.safetensors", "*.jinja"])]
-
-
-def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(model_id: str, allow_patterns: list[str]) -> str:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(snapshot_download))
-    with pytest.raises(ValueError, match="'nobody/nothing' is no file or folder here, and the Hugging Face hub does not give it: no route$"):
-        open_checkpoint("nobody/nothing")
-
-
-def test_every_weight_of_every_golden_is_filled(tmp_path: Path) -> None:
-    for name in ("smollm3", "gemma2", "qwen2-moe", "qwen3-moe", "phi3-long"):
-        golden, folder = golden_folder(tmp_path, name)
-        weights = load(folder)
-        assert {path: weight.shape for path, weight in weights.items()} == {
-            path: spec.shape for path, spec in weight_specs(shape_of(golden.config)).items()
-        }
-        values = np.concatenate([weight.reshape(-1) for weight in weights.values()])
-        assert sorted(values.tolist()) == sorted(np.concatenate([each.reshape(-1) for each in golden_tensors(golden).values()]).tolist())

@@ -14,6 +14,7 @@ from pdjax.api.tokenizer import Tokenizer
 from pdjax.checkpoints import open_checkpoint
 from pdjax.checkpoints.named_shapes import NAMES, named_shape
 from pdjax.models.shape import weight_specs
+from pdjax.serve import make_parser
 from tests.model_kit import read_golden
 
 PARAMETERS = {
@@ -94,3 +95,7 @@ def test_shapes_that_cannot_be_had_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(read_golden("llama").config))
     with pytest.raises(ValueError, match="random weights need a vocabulary of at least 256 tokens, it has 128"):
         open_checkpoint(f"random:{path}")
+
+
+def test_the_command_line_names_a_shape_as_the_configuration_does() -> None:
+    assert make_parser().parse_args(["--random-weights", "qwen3-8b"]).overrides == ['model.source="random:qwen3-8b"']

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from pdjax.api.chat_template import ChatTemplate
+from pdjax.api.prompts import PromptReader
 from pdjax.api.tokenizer import Tokenizer
-from pdjax.checkpoints import open_checkpoint
+from pdjax.checkpoints import TokenizerData, open_checkpoint
 from pdjax.checkpoints.hf_tokenizer import read_tokenizer
+from tests.fake_backend import CARD
 from tests.model_kit import golden_tensors, read_golden, write_folder
 
 VOCAB_SIZE = 300
@@ -133,3 +136,22 @@ def test_a_folder_with_a_slow_tokenizer_only_is_told_what_is_missing(tmp_path: P
     (tmp_path / "tokenizer.model").write_bytes(b"spm")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: there is no such file; slow tokenizers"):
         read_tokenizer(tmp_path, VOCAB_SIZE)
+
+
+def test_a_plain_prompt_starts_as_the_tokenizer_says_and_a_conversation_as_its_template_does(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    tokenizer = Tokenizer(read_tokenizer(tmp_path, VOCAB_SIZE))
+    reader, card = PromptReader(tokenizer), CARD._replace(vocab_size=VOCAB_SIZE)
+    prompts = asyncio.run(reader.read([("prompt[0]", "he"), ("prompt[1]", [5])], card))
+    assert [prompt.ids for prompt in prompts] == [[257, 256], [5]]
+    assert asyncio.run(reader.encode("he", card, "messages")) == [256]
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("gpt-2", ["1234", "Ġa", "b", "c"]), ("llama-bpe", ["123", "4", "Ġabc"]), ("qwen2", ["1", "2", "3", "4", "Ġa", "b", "c"])],
+)
+def test_words_are_cut_as_each_pre_tokenizer_does(name: str, pieces: list[str]) -> None:
+    tokens = (*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "123", "1234", "Ġa", "Ġabc")
+    data = TokenizerData(tokens, ("1 2", "12 3", "123 4", "Ġ a"), frozenset(), frozenset(), name, None, None, None)
+    assert [tokens[i] for i in Tokenizer(data).encode("1234 abc")] == pieces

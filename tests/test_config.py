@@ -21,9 +21,12 @@ CHOSEN: dict[str, tuple[str, Any]] = {
     "engine.prefill_buckets": ("[64, 512]", (64, 512)),
     "engine.decode_buckets": ("[4, 32]", (4, 32)),
     "engine.transfer_buckets": ("[2, 8]", (2, 8)),
+    "decode.device": ("3", 3),
     "scheduler.max_step_tokens": ("128", 128),
     "scheduler.metadata_slots": ("7", 7),
     "transfer.emulate_gbytes_per_s": ("0.5", 0.5),
+    "worker.coordinator": ("host:8476", "host:8476"),
+    "decode.device": ("3", 3),
     "transfer.emulate_announce_delay_s": ("0.5", 0.5),
 }
 

@@ -126,7 +126,7 @@ def test_a_soft_cap_bounds_the_scores() -> None:
 
 
 @pytest.mark.parametrize("attention", [REFERENCE, XLA[0]], ids=["reference", "xla"])
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.uint8, jnp.uint16], ids=["int8", "fp8", "bits of fp8", "bits of bfloat16"])
 def test_quantized_pools_hold_entries_divided_by_their_scales(attention: Attention, dtype: jnp.dtype) -> None:
     scales = np.array([0.05, 0.03, 0.04, 0.06], np.float32)
     case = stored_as(random_case(11, [3, 0, 9], [5, 11, 2]), dtype, scales)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pdjax.kernels.gpu import targets
-from pdjax.kernels.gpu.targets import SM_80, SM_90, SM_100, _blocks_at_a_time
+from pdjax.kernels.gpu.targets import SM_80, SM_90, SM_100, blocks_at_a_time
 
 REASON = targets.missing()
 
@@ -60,10 +60,10 @@ def test_kernels_compile_without_spills_and_use_the_matrix_instructions_of_their
         (SM_80, 0, 0, 0, 0),
     ],
 )
-def test_blocks_at_a_time_are_bound_by_registers_shared_memory_or_warps(
+def testblocks_at_a_time_are_bound_by_registers_shared_memory_or_warps(
     target: targets.Target, registers: int, shared_memory: int, threads: int, blocks: int
 ) -> None:
-    assert _blocks_at_a_time(target, registers, shared_memory, threads) == blocks
+    assert blocks_at_a_time(target, registers, shared_memory, threads) == blocks
 
 
 def test_what_is_missing_names_the_extra() -> None:

@@ -132,7 +132,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers() -> None:
 
 
 def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"worker\.chip: must be one of v4, v5e, .*, got 'v5'"):
+    with pytest.raises(ConfigError, match=r"worker\.chip must be one of 'v4', 'v5e', .*, got \"?'?v5'?\"?"):
         load_config(None, ["worker.chip=v5"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pdjax.checkpoints import open_checkpoint
 from pdjax.checkpoints.base import weight_units
 from pdjax.checkpoints.hf import HfCheckpoint
 from pdjax.checkpoints.hf_config import read_shape
@@ -48,8 +51,8 @@ NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_quickly() -> Iterator[None]:
-    with quick_compilation():
+def compiled_quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with quick_compilation(tmp_path_factory.mktemp("programs")):
         yield
 
 
@@ -148,3 +151,21 @@ def test_activations_keep_the_dtype_of_the_weights(name: str) -> None:
     out, _ = jax.eval_shape(pieces.layers, layers, jax.ShapeDtypeStruct((), jnp.int32), x, pool, rows)
     hidden = jax.eval_shape(pieces.end, ends, out)
     assert x.dtype == out.dtype == hidden.dtype == dtype and x.shape == out.shape
+
+
+def test_streamed_weights_are_on_the_host_a_layer_at_a_time(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(read_golden("llama").config | sizes | {"head_dim": 64}))
+    checkpoint, dtype = open_checkpoint(f"random:{tmp_path}/config.json"), np.dtype(np.float32)
+    source = StreamedWeights(checkpoint.shape, dtype, checkpoint.read_into, lambda done, total: None)
+    tracemalloc.start()
+    try:
+        placed = place_weights(checkpoint.shape, source, dtype, chips_for(checkpoint.shape, jax.devices()[0]), by_layer=False)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    total_bytes = sum(array.nbytes for array in (*placed.ends.values(), *placed.layers.values()))
+    assert total_bytes > 30e6 and peak_bytes < total_bytes / 2  # drawing a layer takes several times its size
+    expected = np.empty((2048, 256), np.float32)
+    checkpoint.read_into("layers/gate_up", 7, expected)
+    np.testing.assert_array_equal(placed.layers["gate_up"][7], expected)

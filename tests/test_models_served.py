@@ -10,6 +10,7 @@ from pdjax.llm import LLM
 from tests.model_kit import golden_tensors, quick_compilation, read_golden, write_folder
 
 SMALL = (
+    "engine.compile_cache=null",
     "model.max_context_tokens=128",
     "engine.page_size=4",
     "engine.num_pages=48",
@@ -29,11 +30,16 @@ def test_a_folder_is_served_and_answers_as_transformers_does(tmp_path: Path) -> 
     added = [{"id": i, "content": token, "special": True, "normalized": False} for token, i in (("<turn>", 126), ("<eos>", 127))]
     added = [entry | {"single_word": False, "lstrip": False, "rstrip": False} for entry in added]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    document = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level}
+    document = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "added_tokens": added,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(document))
     template = "{% for message in messages %}<turn>{{ message.content }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<eos>"}))
-    with quick_compilation(), LLM(overrides=[f"model.source={folder}", *SMALL]) as llm:
+    with quick_compilation(tmp_path / "programs"), LLM(overrides=[f"model.source={folder}", *SMALL]) as llm:
         greedy = SamplingParams(max_tokens=32, temperature=0.0)
         (completion,) = llm.generate([golden.prompt], greedy)
         assert [each.token for each in completion.tokens] == golden.answer

@@ -45,6 +45,8 @@ _PRE_TOKENIZERS = {
     "smaug-bpe": lambda: _by_pattern(3),
     "qwen2": lambda: _by_pattern(1),
 }
+_WHOLE_WORDS_FIRST = ("llama-bpe",)
+"""Whose words are taken whole where the vocabulary has them, whatever the merges say."""
 
 
 class Tokenizer:
@@ -95,7 +97,8 @@ def _from_vocabulary(data: TokenizerData) -> _Bpe:
     if data.pre_tokenizer not in _PRE_TOKENIZERS:
         raise ValueError(f"pre-tokenizer {data.pre_tokenizer!r} is not known; known: {', '.join(_PRE_TOKENIZERS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in data.merges]
-    bpe = _Bpe(BPE({token: i for i, token in enumerate(data.tokens)}, merges))
+    vocabulary = {token: i for i, token in enumerate(data.tokens)}
+    bpe = _Bpe(BPE(vocabulary, merges, ignore_merges=data.pre_tokenizer in _WHOLE_WORDS_FIRST))
     bpe.pre_tokenizer = _PRE_TOKENIZERS[data.pre_tokenizer]()
     for ids, is_special in ((data.special_ids, True), (data.added_ids, False)):
         bpe.add_tokens([AddedToken(data.tokens[i], special=is_special, normalized=False) for i in sorted(ids)])

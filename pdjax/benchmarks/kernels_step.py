@@ -100,7 +100,7 @@ def estimate_step(chip: Chip, shape: ModelShape, tensor_parallel: int, work: Wor
         num_overlapped=collectives["started"],
         operations=_operations(shape, work) / tensor_parallel,
         scores=_scores(shape, work) / tensor_parallel,
-        weight_bytes=_layer_weights(shape) * dtype.itemsize / tensor_parallel,
+        weight_bytes=layer_weights(shape) * dtype.itemsize / tensor_parallel,
         kv_bytes=shape.kv_bytes_per_token(dtype.itemsize) * work.rows * work.context / tensor_parallel if work.kind == "decode" else 0.0,
         memory_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         pool_copies=sum(pool_shape in line.partition(" = ")[2].partition(" ")[0] for line in text.splitlines() if " copy(" in line),
@@ -181,7 +181,7 @@ def _part(line: str) -> str:
     return "projections" if name.endswith("dot_general") else "rest"
 
 
-def _layer_weights(shape: ModelShape) -> float:
+def layer_weights(shape: ModelShape) -> float:
     """Weights of the products of all layers."""
     heads = shape.num_heads * shape.head_dim
     kv_heads = shape.num_kv_heads * shape.head_dim
@@ -195,4 +195,4 @@ def _scores(shape: ModelShape, work: Work) -> float:
 
 
 def _operations(shape: ModelShape, work: Work) -> float:
-    return 2 * work.rows * _layer_weights(shape) + 4 * shape.head_dim * _scores(shape, work)
+    return 2 * work.rows * layer_weights(shape) + 4 * shape.head_dim * _scores(shape, work)

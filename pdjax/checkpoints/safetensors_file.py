@@ -52,7 +52,7 @@ def _map_tensor(content: mmap.mmap, start: int, name: str, entry: Any) -> Mapped
         case {"dtype": str(kind), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(type(size) is int for size in shape):
             pass
         case _:
-            raise ValueError(f"the entry of tensor {name} is {str(entry):.80}")
+            raise ValueError(f"the entry of tensor {name} is {entry!s:.80}")
     if kind not in _DTYPES:
         raise ValueError(f"tensor {name} is stored as {kind}; supported are {', '.join(_DTYPES)}")
     dtype, shape = _DTYPES[kind], tuple(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _TPU_SHARE = 0.95
 """The runtime keeps about a twentieth for itself and for what it loads."""
@@ -22,7 +22,9 @@ class ChipMemory(NamedTuple):
         return int(self.memory_gib * self.share * 2**30)
 
 
-CHIPS = {
+ChipName = Literal["v4", "v5e", "v5p", "v6e", "a100-40gb", "a100-80gb", "h100", "h200"]
+
+CHIPS: dict[ChipName, ChipMemory] = {
     "v4": ChipMemory(32, _TPU_SHARE),
     "v5e": ChipMemory(16, _TPU_SHARE),
     "v5p": ChipMemory(95, _TPU_SHARE),

@@ -19,7 +19,7 @@ from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq, PromptRows, StepOutput
 from pdjax.engine.compilation import ALL_PROGRAMS, CompileCounter, ProgramKey, Programs, ProgramTable, Report
 from pdjax.engine.library import Library
-from pdjax.engine.mesh import Placement
+from pdjax.engine.mesh import Placement, put
 from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
@@ -184,12 +184,12 @@ class Engine:
 
     def put(self, kv: np.ndarray) -> jax.Array:
         """Move a received chunk to the device. The caller gives `kv` away: the result may alias it."""
-        return jax.device_put(kv, self.chunk_sharding)
+        return put(kv, self.chunk_sharding)
 
     def _install_bucket(self, pages: list[int], kv: jax.Array | np.ndarray) -> None:
         size = len(kv) if len(kv) in self.config.transfer_buckets else _bucket(self.config.transfer_buckets, len(kv))
         with self._counter.attributed():
-            on_device = jax.device_put(kv if len(kv) == size else padded_rows(kv, size), self.chunk_sharding)
+            on_device = put(kv if len(kv) == size else padded_rows(kv, size), self.chunk_sharding)
             program = self._programs[ProgramKey("install", size)]
             self._state = replace(self._state, pool=program(self._state.pool, padded_pages(pages, size), on_device))
 

@@ -20,7 +20,7 @@ from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabiliti
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
 from pdjax.engine.steps import SCORE_LAYOUT, Pieces, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
 from pdjax.engine.weights import LayerGroup, Weights, place_weights
-from pdjax.kernels.base import Attention
+from pdjax.kernels.base import BITS_OF_FLOAT, Attention, same_bits
 from pdjax.kernels.dispatch import choose_attention
 from pdjax.models.layers import Params
 from pdjax.models.model import Model
@@ -73,7 +73,8 @@ class Library:
         )
         self._dtype = dtype
         self._model = Model(self.chips.local_shape, dtype, self.chips.chip)
-        pool_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(config.kv_dtype)
+        self._kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(config.kv_dtype)
+        pool_dtype = BITS_OF_FLOAT.get(self._kv_dtype, self._kv_dtype) if self.chips.platform == "cpu" else self._kv_dtype
         self._make_state = partial(
             new_state, shape, self.chips.num_pool_heads, config.num_pages, config.page_size, config.max_running, pool_dtype
         )
@@ -193,14 +194,14 @@ class Library:
 
     def _lower_install(self, size: int) -> jax.stages.Lowered:
         def install(pool: jax.Array, pages: jax.Array, kv: jax.Array) -> jax.Array:
-            return install_pages(pool, pages, self.chips.copied(kv))
+            return install_pages(pool, pages, self.chips.copied(same_bits(kv, pool.dtype)))
 
         pool, pages = self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32)
         chunk = _located(jax.eval_shape(self._gather, pool, pages), self.chips.chunk)
         return self._jit(install, donate=0, out=self.chips.pool).lower(pool, pages, chunk)
 
     def _gather(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
-        return self.chips.canonical(gather_pages(pool, pages))
+        return self.chips.canonical(same_bits(gather_pages(pool, pages), self._kv_dtype))
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._model.shape.embed_dim, size), self._dtype, sharding=self.chips.replicated)

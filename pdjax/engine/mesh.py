@@ -115,19 +115,21 @@ class TensorChips(Chips):
         check_split(shape, number)
         self._shape, self._number = shape, number
         self._mesh = Mesh(np.array(devices), (_TENSOR,))
+        is_one_process = len({device.process_index for device in devices}) == 1
         self.num_pool_heads = num_pool_heads(shape, number)
         self._copies = self.num_pool_heads // shape.num_kv_heads
         self.local_shape = shape._replace(num_heads=shape.num_heads // number, num_kv_heads=self.num_pool_heads // number)
         self.replicated = self._sharding(PartitionSpec())
         self.pool = self._sharding(_split(3, 5))
-        self.chunk = self.pool if self._copies == 1 else self.replicated
+        # Chips of several processes: whole on each chip, since one process sends and receives pages for all of them.
+        self.chunk = self.pool if self._copies == 1 and is_one_process else self.replicated
         self.chip = Chip(partial(jax.lax.psum, axis_name=_TENSOR), partial(jax.lax.axis_index, _TENSOR))
 
     def place(self, spec: WeightSpec, array: np.ndarray) -> jax.Array:
         axis = split_axis(spec, self._number)
         if axis is not None and spec.axes[axis] in ("qkv", "gate_up"):
             array = np.take(array, self._order(spec.axes[axis], spec.shape[axis]), axis)
-        return jax.device_put(array, self._sharding(self._partition(spec)))
+        return put(array, self._sharding(self._partition(spec)))
 
     def abstract(self, spec: WeightSpec, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         axis, shape = split_axis(spec, self._number), list(spec.shape)
@@ -180,6 +182,13 @@ class TensorChips(Chips):
         queries = rows[:heads].reshape(self._number, -1, dim)
         keys, values = (np.repeat(part, self._copies, axis=0).reshape(self._number, -1, dim) for part in np.split(rows[heads:], 2))
         return np.concatenate([queries, keys, values], axis=1).reshape(-1)
+
+
+def put(array: np.ndarray | jax.Array, sharding: Sharding) -> jax.Array:
+    """Bring an array to chips. Where they belong to several processes, each has the same host array and brings what its own chips hold."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array[index]))
 
 
 def _split(axis: int, num_axes: int) -> PartitionSpec:

@@ -54,9 +54,7 @@ class Model:
         (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, indices))
         return x, pool
 
-    def unrolled(
-        self, layers: Sequence[Params], x: jax.Array, pool: jax.Array, first: jax.Array, step: Step
-    ) -> tuple[jax.Array, jax.Array]:
+    def unrolled(self, layers: Sequence[Params], x: jax.Array, pool: jax.Array, first: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Run layers `first` and later one after the other; `layers` holds each one's weights.
 
         No weight is copied: a scan on CPU slices every layer's weights out of the stack first, which for a batch of one costs as

@@ -18,6 +18,9 @@ class Ramp(NamedTuple):
     is_truncated: bool = True
 
 
+USUAL_RAMP = Ramp()
+
+
 def plain_frequencies(theta: float, rotary_dim: int) -> np.ndarray:
     """Radians a position of each pair: float64[rotary_dim / 2]."""
     return 1.0 / theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
@@ -40,7 +43,7 @@ def llama3_frequencies(frequencies: np.ndarray, factor: float, low: float, high:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def yarn_frequencies(frequencies: np.ndarray, theta: float, factor: float, original_tokens: int, ramp: Ramp = Ramp()) -> np.ndarray:
+def yarn_frequencies(frequencies: np.ndarray, theta: float, factor: float, original_tokens: int, ramp: Ramp = USUAL_RAMP) -> np.ndarray:
     """YaRN: pairs that turn often within the original context are kept, slow ones stretched by `factor`, on a ramp over the pairs."""
     dim = 2 * len(frequencies)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
-import jax.numpy as jnp
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pdjax.checkpoints import Checkpoint
 from pdjax.config.environment import early_send_override, should_fail_poll, should_force_retry
 from pdjax.config.schema import Config
+from pdjax.engine.base import StepEngine
 from pdjax.engine.compilation import Programs
 from pdjax.engine.engine import Engine
 from pdjax.engine.mesh import Placement
@@ -93,7 +94,7 @@ def transfer_limits(config: Config) -> TransferLimits:
     )
 
 
-def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source: KVSource, wake: Wake) -> PrefillRole:
+def build_prefill(engine: StepEngine, checkpoint: Checkpoint, config: Config, source: KVSource, wake: Wake) -> PrefillRole:
     metadata = _metadata_slots(config)
     limits = PrefillLimits(
         max_step_tokens=config.scheduler.max_step_tokens,
@@ -117,7 +118,7 @@ def build_prefill(engine: Engine, checkpoint: Checkpoint, config: Config, source
     return PrefillRole(engine, scheduler, source, wake, early_sends, page_bytes)
 
 
-def build_decode(engine: Engine, checkpoint: Checkpoint, config: Config, sink: KVSink, wake: Wake) -> DecodeRole:
+def build_decode(engine: StepEngine, checkpoint: Checkpoint, config: Config, sink: KVSink, wake: Wake) -> DecodeRole:
     limits = DecodeLimits(
         max_step_tokens=config.scheduler.max_step_tokens,
         max_step_seqs=config.engine.max_prefill_seqs,

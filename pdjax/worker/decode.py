@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pdjax.engine.base import StepEngine
 from pdjax.engine.batch import DecodeSeq, StepOutput
-from pdjax.engine.engine import Engine
 from pdjax.protocol import SequenceRequest, WorkerLoad
 from pdjax.scheduler.decode import DecodeScheduler
 from pdjax.scheduler.decode_states import DecodePart, Running
@@ -18,7 +18,7 @@ from pdjax.worker.tokens import token_out
 
 
 class DecodeRole(Role):
-    def __init__(self, engine: Engine, scheduler: DecodeScheduler, sink: KVSink, wake: Wake):
+    def __init__(self, engine: StepEngine, scheduler: DecodeScheduler, sink: KVSink, wake: Wake):
         self._engine = engine
         self._scheduler = scheduler
         self._sink = sink

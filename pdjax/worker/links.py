@@ -8,7 +8,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from pdjax.config.schema import Config
-from pdjax.engine.engine import Engine
+from pdjax.engine.base import StepEngine
 from pdjax.protocol import Layout
 from pdjax.transfer.base import TransferLimits
 from pdjax.transfer.checksum import ChecksumPrograms
@@ -28,7 +28,7 @@ def make_carriers(config: Config, layout: Layout, limits: TransferLimits) -> Car
     return ByteCarriers(layout, DataListener(config.worker.host, _host(config)), limits.emulation)
 
 
-def make_lander(config: Config, layout: Layout, limits: TransferLimits, engine: Engine) -> Lander:
+def make_lander(config: Config, layout: Layout, limits: TransferLimits, engine: StepEngine) -> Lander:
     """What a decode worker receives with; compiles what that needs. Raises ValueError or OSError where this machine cannot do it."""
     buckets = config.engine.transfer_buckets
     if config.transfer.kind == "jax_transfer":

@@ -11,22 +11,26 @@ from typing import NamedTuple
 
 import grpc
 import grpc.aio
+import jax
 
 from pdjax import rpc
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config
+from pdjax.engine.base import StepEngine
 from pdjax.engine.compilation import DECODE_WORKER, PREFILL_WORKER, enable_compile_cache
 from pdjax.engine.engine import Engine
-from pdjax.engine.mesh import check_split
 from pdjax.observe.progress import Progress
 from pdjax.observe.signals import stop_signals
 from pdjax.protocol import Peer
 from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
 from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
 from pdjax.worker.devices import devices_in
+from pdjax.worker.hosts import LeaderEngine, end_now, follow, telling_failures
+from pdjax.worker.hosts_meet import Meeting, devices_of_hosts, join, lead
 from pdjax.worker.links import make_carriers, make_lander
 from pdjax.worker.loop import EngineLoop
 from pdjax.worker.membership import RouterLink
+from pdjax.worker.memory_plan import WorkerRole, plan_memory
 from pdjax.worker.role import Role
 from pdjax.worker.service import sequence_handler
 
@@ -42,25 +46,53 @@ class _Parts(NamedTuple):
     method: str
 
 
-def run_worker(config: Config, role: str, progress: Progress) -> int:
+def run_worker(config: Config, role: WorkerRole, progress: Progress) -> int:
     """Run a prefill or decode worker until SIGTERM or SIGINT (exit status 0) or until it fails (1). Main thread only.
 
     Raises ValueError or OSError, before anything is loaded, where the model or the address cannot be had.
     """
     checkpoint = open_checkpoint(config.model.source)
-    _check_port_is_free(config.worker.host, config.worker.port)
+    plan_memory(checkpoint.shape, config, role).check(role)
+    if config.worker.host_index == 0:
+        _check_port_is_free(config.worker.host, config.worker.port)
     if config.engine.compile_cache is not None:
         enable_compile_cache(config.engine.compile_cache)
+    if config.worker.num_hosts == 1:
+        (devices,) = devices_in([range(config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel)])
+        return asyncio.run(_serve(config, role, checkpoint, _load(config, role, checkpoint, devices, progress), progress))
+    meeting = Meeting.of(config, role, checkpoint.fingerprint)
+    return (_lead if config.worker.host_index == 0 else _follow)(meeting, config, role, checkpoint, progress)
+
+
+def _load(config: Config, role: WorkerRole, checkpoint: Checkpoint, devices: list[jax.Device], progress: Progress) -> Engine:
     programs = PREFILL_WORKER if role == "prefill" else DECODE_WORKER
-    width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
-    (devices,) = devices_in([range(width)])
-    check_split(checkpoint.shape, width)
     weights = load_weights(checkpoint, config, progress)
-    engine = load_engine(checkpoint, weights, config, programs, devices, progress)
-    return asyncio.run(_serve(config, role, checkpoint, engine, progress))
+    return load_engine(checkpoint, weights, config, programs, devices, progress)
 
 
-async def _serve(config: Config, role: str, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> int:
+def _lead(meeting: Meeting, config: Config, role: WorkerRole, checkpoint: Checkpoint, progress: Progress) -> int:
+    """Host 0 of a worker over several."""
+    links = lead(meeting, progress, end_now(progress))
+    with telling_failures(links):
+        engine = LeaderEngine(_load(config, role, checkpoint, devices_of_hosts(meeting), progress), links)
+        engine.await_hosts()
+        status = asyncio.run(_serve(config, role, checkpoint, engine, progress))
+    engine.stop_hosts()
+    return status
+
+
+def _follow(meeting: Meeting, config: Config, role: WorkerRole, checkpoint: Checkpoint, progress: Progress) -> int:
+    """Any other host: serves nobody and computes what host 0 says."""
+    end = end_now(progress)
+    link = join(meeting, progress, end)
+    with telling_failures([link]):
+        engine = _load(config, role, checkpoint, devices_of_hosts(meeting), progress)
+        progress.ready(host=f"{meeting.host_index} of {meeting.num_hosts}")
+        follow(engine, link, end)
+    return 0
+
+
+async def _serve(config: Config, role: WorkerRole, checkpoint: Checkpoint, engine: StepEngine, progress: Progress) -> int:
     stopped = _StopSignal(asyncio.get_running_loop())
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     port = server.add_insecure_port(f"{config.worker.host}:{config.worker.port}")
@@ -83,13 +115,13 @@ async def _serve(config: Config, role: str, checkpoint: Checkpoint, engine: Engi
         await server.stop(STOP_GRACE_S)
 
 
-def _prefill_parts(engine: Engine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
+def _prefill_parts(engine: StepEngine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
     layout, limits = layout_of(checkpoint, config), transfer_limits(config)
     source = GrpcSource(layout, peer.instance_id, make_carriers(config, layout, limits), wake, limits)
     return _Parts(build_prefill(engine, checkpoint, config, source, wake), [source.handler()], rpc.PREFILL)
 
 
-def _decode_parts(engine: Engine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
+def _decode_parts(engine: StepEngine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
     layout, limits = layout_of(checkpoint, config), transfer_limits(config)
     sink = GrpcSink(layout, peer, make_lander(config, layout, limits, engine), asyncio.get_running_loop(), wake, limits)
     return _Parts(build_decode(engine, checkpoint, config, sink, wake), [], rpc.DECODE)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pdjax.checkpoints import open_checkpoint
 from pdjax.checkpoints.hub import is_hub_id
-from pdjax.config.chips import CHIPS, ChipMemory
+from pdjax.config.chips import CHIPS, ChipMemory, ChipName
 from pdjax.config.schema import Config
 from pdjax.engine.split import check_split, num_pool_heads, values_per_chip
 from pdjax.models.shape import ModelShape, weight_specs
@@ -44,7 +44,7 @@ class MemoryPlan(NamedTuple):
     activations: int
     num_pages: int
     pool_tokens: int
-    chip_name: str | None
+    chip_name: ChipName | None
 
     @property
     def total(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from pdjax.engine.base import StepEngine
 from pdjax.engine.batch import PrefillSeq, StepOutput
-from pdjax.engine.engine import Engine
 from pdjax.protocol import SequenceRequest, TokenOut, WorkerLoad
 from pdjax.scheduler.chunks import PrefillPart
 from pdjax.scheduler.outbound import SendOrder
@@ -33,7 +33,7 @@ class PrefillRole(Role):
     `no_early_sends`. `page_bytes`: KV of one page over all layers."""
 
     def __init__(
-        self, engine: Engine, scheduler: PrefillScheduler, source: KVSource, wake: Wake, early_sends: EarlySends, page_bytes: int
+        self, engine: StepEngine, scheduler: PrefillScheduler, source: KVSource, wake: Wake, early_sends: EarlySends, page_bytes: int
     ):
         self._early_sends = early_sends
         self._page_bytes = page_bytes
@@ -133,7 +133,7 @@ def sampled(part: PrefillPart, output: StepOutput, row: int) -> TokenOut | None:
     return msgspec.structs.replace(token, cached_tokens=part.seq.num_cached)
 
 
-def start_history(engine: Engine, part: PrefillPart) -> None:
+def start_history(engine: StepEngine, part: PrefillPart) -> None:
     """Before a prompt's first chunk: tell the sampler what the sequence holds, where its sampling needs that."""
     answer = part.seq.answer
     if part.is_first and answer.request.sampling.uses_history:
