@@ -60,7 +60,7 @@ def test_kernels_compile_without_spills_and_use_the_matrix_instructions_of_their
         (SM_80, 0, 0, 0, 0),
     ],
 )
-def testblocks_at_a_time_are_bound_by_registers_shared_memory_or_warps(
+def test_blocks_at_a_time_are_bound_by_registers_shared_memory_or_warps(
     target: targets.Target, registers: int, shared_memory: int, threads: int, blocks: int
 ) -> None:
     assert blocks_at_a_time(target, registers, shared_memory, threads) == blocks

@@ -354,6 +354,6 @@ def test_the_death_of_one_host_ends_the_other(hosts: Hosts, victim: int) -> None
     status = hosts.processes[1 - victim].wait(WAIT_S)
     if victim == 1:
         assert status == 1
-        assert "error: host 1 is gone: it closed the connection" in hosts.errors(0)
+        assert "error: host 1 is gone: " in hosts.errors(0)
     else:
         assert status != 0  # JAX's own watch over host 0 may be faster, and aborts

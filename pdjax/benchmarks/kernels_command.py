@@ -31,6 +31,7 @@ not count."""
 
 class Settings(NamedTuple):
     targets: tuple[str, ...]
+    is_quick: bool
     json: Path | None
     page: Path | None
 
@@ -43,6 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--targets", metavar="NAME,NAME,..", help="of v5e, v5p, v6e, tpu7x, gpu (default: all)")
+    parser.add_argument("--quick", action="store_true", help="of TPUs one program a kernel, and no steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="write the tables to FILE.md")
     parser.set_defaults(prepare=prepare, run=run)
@@ -63,7 +65,7 @@ def prepare(args: argparse.Namespace) -> Settings:
     for path in (args.json, args.page):
         if path is not None:
             report.check_output_path(path)
-    return Settings(targets, args.json, args.page)
+    return Settings(targets, args.quick, args.json, args.page)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for target in settings.targets:
-            found = _gpu_figures(Path(folder)) if target == GPU else _tpu_figures(CHIPS[target], Path(folder))
+            found = _gpu_figures(Path(folder)) if target == GPU else _tpu_figures(CHIPS[target], settings.is_quick, Path(folder))
             if found is None:
                 failed += 1
             elif target == GPU:
@@ -93,12 +95,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     return 1 if failed else 0
 
 
-def _tpu_figures(chip: Chip, folder: Path) -> Any:
+def _tpu_figures(chip: Chip, is_quick: bool, folder: Path) -> Any:
     from pdjax.benchmarks.kernels_target import environment
 
     dump, out = folder / f"dump-{chip.name}", folder / f"{chip.name}.json"
     variables = [f"{name}={value}" for name, value in environment(chip, dump).items()]
-    return _compiled(["env", *variables, sys.executable, "-m", "pdjax.benchmarks.kernels_tpu", chip.name, str(dump), str(out)], out)
+    arguments = [chip.name, str(dump), str(out), *(["--quick"] if is_quick else [])]
+    return _compiled(["env", *variables, sys.executable, "-m", "pdjax.benchmarks.kernels_tpu", *arguments], out)
 
 
 def _gpu_figures(folder: Path) -> Any:

@@ -39,7 +39,7 @@ def with_shares(chips: dict[str, Record]) -> list[Record]:
     """The steps of every chip, each with the cycles of its attention kernels and its share of the reference rate (prefill) or of the memory's
     bandwidth (decode)."""
     steps = []
-    for found in chips.values():
+    for found in (found for found in chips.values() if found["steps"]):
         reference = found["steps"][0]["reference_operations_per_cycle"]
         per_score = {kernel["kernel"]: kernel for kernel in found["kernels"] if _is_main(kernel)}
         for step in found["steps"][1:]:
