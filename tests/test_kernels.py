@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdjax.config.environment import attention_override
 from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, PrefillBatch, as_stored
-from pdjax.kernels.dispatch import choose_attention
+from pdjax.kernels.dispatch import Setting, choose_attention
 from pdjax.kernels.reference import ReferenceAttention, attend_row
 from pdjax.kernels.xla import Tuning, XlaAttention
 from tests.attention_kit import Case, Sizes, random_case, rows_alone, run_decode, run_prefill, stored_as
@@ -174,11 +175,56 @@ def test_blockwise_prefill_holds_no_matrix_of_scores() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes + scores_bytes / 50
 
 
+CPU = Setting(
+    jax.devices()[0],
+    jax.ShapeDtypeStruct((32, 8, 128), jnp.float32),
+    jax.ShapeDtypeStruct((2, 64, 16, 4, 128), jnp.float32),
+    jax.ShapeDtypeStruct((4, 16), jnp.int32),
+)
+
+
+class OtherDevice(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str = ""
+
+
+def on(device: OtherDevice, **changes: jax.ShapeDtypeStruct) -> Setting:
+    return CPU._replace(device=device, **changes)  # type: ignore[arg-type]
+
+
+V6E = OtherDevice("tpu", "TPU v6 lite")
+
+
 def test_the_environment_overrides_the_platform_and_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDJAX_ATTENTION", raising=False)
-    assert choose_attention("cpu", attention_override()).name == "xla"
-    monkeypatch.setenv("PDJAX_ATTENTION", "reference")
-    assert choose_attention("cpu", attention_override()).name == "reference"
+    assert choose_attention(CPU, attention_override()).name == "xla"
+    for name in ("reference", "xla", "pallas"):
+        monkeypatch.setenv("PDJAX_ATTENTION", name)
+        assert choose_attention(CPU, attention_override()).name == name
+        assert choose_attention(on(V6E), attention_override()).name == name
     monkeypatch.setenv("PDJAX_ATTENTION", "flash")
-    with pytest.raises(ValueError, match="'flash' does not exist; choose one of reference, xla"):
-        choose_attention("cpu", attention_override())
+    with pytest.raises(ValueError, match="'flash' does not exist; choose one of pallas, reference, xla"):
+        choose_attention(CPU, attention_override())
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        (V6E, "pallas"),
+        (OtherDevice("gpu", "NVIDIA A100-SXM4-80GB", "8.0"), "triton"),
+        (OtherDevice("gpu", "NVIDIA H100 80GB HBM3", "9.0"), "hopper"),
+        (OtherDevice("gpu", "Tesla V100-SXM2-16GB", "7.0"), "xla"),
+    ],
+)
+def test_each_device_gets_its_kernels(device: OtherDevice, name: str) -> None:
+    assert choose_attention(on(device)).name == name
+
+
+def test_what_no_kernel_supports_runs_in_xla_with_one_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    uneven = jax.ShapeDtypeStruct((2, 64, 24, 4, 128), jnp.float32)
+    assert choose_attention(on(V6E, pool=uneven)).name == "xla"
+    [record] = caplog.records
+    assert "attention runs in XLA on TPU v6 lite: pages of 24 tokens" in record.getMessage()
+    with pytest.raises(ValueError, match="no attention kernel for TPU v6 lite: pages of 24 tokens"):
+        choose_attention(on(V6E, pool=uneven), "pallas")

@@ -17,7 +17,7 @@ def figures(case: Case) -> dict[str, Any]:
     """The case and its figures, or the `reason` why there are none."""
     described = case._asdict() | {"target": case.target.name}
     try:
-        return described | row(case)._asdict()
+        return described | {"report": row(case).report._asdict()}
     except Exception as error:  # what the compiler raises, of many kinds, is the result
         return described | {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
 

@@ -7,6 +7,7 @@ libtpu reads its settings once, when it is first used, and serves one kind of ch
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,8 +59,9 @@ def environment(chip: Chip, dump: Path) -> dict[str, str]:
     }
 
 
+@functools.cache
 def devices(chip: Chip) -> Sequence[jax.Device]:
-    """The chips of a small slice."""
+    """The chips of a small slice, the same ones every time."""
     return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
 
 

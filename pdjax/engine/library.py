@@ -21,7 +21,7 @@ from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, exten
 from pdjax.engine.steps import SCORE_LAYOUT, Pieces, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
 from pdjax.engine.weights import LayerGroup, Weights, place_weights
 from pdjax.kernels.base import BITS_OF_FLOAT, Attention, same_bits
-from pdjax.kernels.dispatch import choose_attention
+from pdjax.kernels.dispatch import Setting, choose_attention
 from pdjax.models.layers import Params
 from pdjax.models.model import Model
 from pdjax.models.shape import ModelShape, weight_specs
@@ -81,7 +81,18 @@ class Library:
         abstract = jax.eval_shape(self._make_state)
         self._state_shardings = replace(jax.tree.map(lambda _: self.chips.replicated, abstract), pool=self.chips.pool)
         self._state = jax.tree.map(_located, abstract, self._state_shardings)
-        self._attention = attention or choose_attention(self.chips.platform, attention_override())
+        self._attention = attention or choose_attention(self._setting(), attention_override())
+
+    def _setting(self) -> Setting:
+        """What one chip sees."""
+        shape, pool = self.chips.local_shape, self._state.pool
+        local_pool = (*pool.shape[:3], 2 * shape.num_kv_heads, shape.head_dim)
+        return Setting(
+            device=next(iter(self.chips.replicated.device_set)),
+            queries=jax.ShapeDtypeStruct((self._config.prefill_buckets[-1], shape.num_heads, shape.head_dim), self._dtype),
+            pool=jax.ShapeDtypeStruct(local_pool, pool.dtype),
+            tables=jax.ShapeDtypeStruct((max(self.dims.max_prefill_seqs, self._config.decode_buckets[-1]), self.dims.table_pages), jnp.int32),
+        )
 
     def new_state(self) -> DeviceState:
         """A fresh pool, on the device."""
