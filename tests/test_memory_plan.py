@@ -21,7 +21,9 @@ from pdjax.engine.library import Library
 from pdjax.engine.steps import SCORE_BLOCK_ROWS
 from pdjax.kernels.xla import XlaAttention
 from pdjax.models.shape import Experts, ModelShape, weight_specs
+from pdjax.observe.progress import NullProgress
 from pdjax.worker import memory_plan
+from pdjax.worker.main import run_worker
 from pdjax.worker.memory_plan import plan_memory
 from tests.engine_kit import SHAPE, random_weights
 
@@ -134,6 +136,12 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers() -> None:
 def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"worker\.chip must be one of 'v4', 'v5e', .*, got \"?'?v5'?\"?"):
         load_config(None, ["worker.chip=v5"])
+
+
+def test_a_worker_refuses_what_does_not_fit_before_it_loads_anything() -> None:
+    config = config_of(worker={"chip": "v5e"}, model={"source": "random:llama-3.1-70b", "dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"a decode worker needs 13\d\.\d\d GiB on each of its 1 chips"):
+        run_worker(config, "decode", NullProgress())
 
 
 def checked(*words: str) -> tuple[int, str, str]:

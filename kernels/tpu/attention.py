@@ -58,10 +58,10 @@ class PallasTpuAttention:
         def attend(
             queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
         ) -> tuple[jax.Array, jax.Array]:
-            tiled = _scaled_queries(queries, kv.shape[1] // 2, spec)[to_tiles]  # [tiles, R, K, G, D]
-            num_tiles, _, num_kv_heads, group, head_dim = tiled.shape
+            num_heads, head_dim = queries.shape[1:]
+            by_head = _scaled_queries(queries, kv.shape[1] // 2, spec).reshape(-1, num_heads, head_dim).transpose(1, 0, 2)
             problem = ragged.Problem(
-                queries=tiled.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * tile_rows, head_dim),
+                queries=by_head[:, to_tiles],  # [H, tiles, R, D]
                 kv=as_stored(kv, pool.dtype, spec.kv_scales),
                 pool=pool,
                 layer=_scalar(layer),
@@ -71,8 +71,8 @@ class PallasTpuAttention:
                 sinks=_sinks(spec, queries.shape[1]),
             )
             out, pool = ragged.ragged_paged_attention(problem, _options(spec), self._tunings.prefill, self._interpret)
-            out = out.reshape(num_tiles, num_kv_heads, group, tile_rows, head_dim).transpose(0, 3, 1, 2, 4)
-            return _unscaled_output(out.reshape(-1, *out.shape[2:])[to_rows], spec, queries.dtype), pool
+            rows = out.reshape(num_heads, -1, head_dim)[:, to_rows].transpose(1, 0, 2)
+            return _unscaled_output(rows.reshape(len(rows), kv.shape[1] // 2, -1, head_dim), spec, queries.dtype), pool
 
         return attend
 

@@ -70,7 +70,7 @@ class Options(NamedTuple):
 class Problem(NamedTuple):
     """What one launch computes.
 
-    queries: [tiles, K, G * R, D], rows of a KV head's G query heads one head after the other; scaled, in base 2.
+    queries: [H, tiles, R, D], scaled, in base 2. Heads come first, so that a tile's rows of the G heads of a KV head make one matrix as they are.
     kv: [T, 2 * K, D], the step's keys and values as they are stored.
     pool: [layers, pages, page_size, 2 * K, D]; D a multiple of 128.
     """
@@ -92,12 +92,12 @@ def ragged_paged_attention(
 
     Tiles that are not in use give garbage. Raises ValueError where pages do not divide tiles and blocks.
     """
-    num_tiles, num_kv_heads, num_rows, head_dim = problem.queries.shape
+    num_heads, num_tiles, tile_rows, head_dim = problem.queries.shape
     page_size = problem.pool.shape[2]
     if tuning.tile_rows % page_size or tuning.block_tokens % page_size:
         raise ValueError(f"pages of {page_size} tokens divide neither tiles of {tuning.tile_rows} nor blocks of {tuning.block_tokens}")
     prefetch = (problem.layer, problem.window, *problem.tiles, problem.tables.reshape(-1))
-    tile_spec = pl.BlockSpec((1, num_kv_heads, num_rows, head_dim), _tile_in_use)
+    tile_spec = pl.BlockSpec((num_heads, pl.squeezed, tile_rows, head_dim), _tile_in_use)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
         functools.partial(
@@ -125,9 +125,9 @@ def ragged_paged_attention(
     return call(*prefetch, problem.sinks, problem.queries, problem.kv, problem.pool)
 
 
-def _tile_in_use(tile: jax.Array, _layer: jax.Ref, _window: jax.Ref, count_smem: jax.Ref, *_: jax.Ref) -> tuple[jax.Array, int, int, int]:
+def _tile_in_use(tile: jax.Array, _layer: jax.Ref, _window: jax.Ref, count_smem: jax.Ref, *_: jax.Ref) -> tuple[int, jax.Array, int, int]:
     """Grid steps without a tile stay on the last one, so nothing is copied for them."""
-    return jnp.minimum(tile, jnp.maximum(count_smem[0] - 1, 0)), 0, 0, 0
+    return 0, jnp.minimum(tile, jnp.maximum(count_smem[0] - 1, 0)), 0, 0
 
 
 class _Scratch(NamedTuple):
@@ -143,7 +143,9 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(problem: Problem, tuning: PrefillTuning) -> _Scratch:
-    _, num_kv_heads, num_rows, head_dim = problem.queries.shape
+    num_heads, _, tile_rows, head_dim = problem.queries.shape
+    num_kv_heads = problem.pool.shape[3] // 2
+    num_rows = num_heads // num_kv_heads * tile_rows
     block, dtype = tuning.block_tokens, problem.queries.dtype
     return _Scratch(
         pltpu.VMEM((2, *blocks.block_shape(block, *problem.pool.shape[3:], problem.pool.dtype.itemsize)), problem.pool.dtype),
@@ -177,14 +179,19 @@ class _Step(NamedTuple):
     tiles: Tiles  # in SMEM
     window_smem: jax.Ref
     sinks_smem: jax.Ref
-    queries: jax.Ref  # [K, G * R, D]
+    queries: jax.Ref  # [H, R, D]
     kv_hbm: jax.Ref
-    out: jax.Ref  # [K, G * R, D]
+    out: jax.Ref  # [H, R, D]
     scratch: _Scratch
 
     @property
     def num_kv_heads(self) -> int:
-        return self.queries.shape[0]
+        return self.scratch.keys.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.queries.shape[0] // self.num_kv_heads
 
     @property
     def sums_on_mxu(self) -> bool:
@@ -232,7 +239,7 @@ def _kernel(*refs: jax.Ref, options: Options, tuning: PrefillTuning, pages_per_s
     layer, window, count, sequences, positions, lengths, rows, tables, sinks, queries, kv, _, out, pool, *scratch = refs
     step = _Step(
         options, tuning, load, Pages(pool, layer, tables, pages_per_sequence), Tiles(count, sequences, positions, lengths, rows),
-        window, sinks, queries.at[0], kv, out.at[0], _Scratch(*scratch),
+        window, sinks, queries, kv, out, _Scratch(*scratch),
     )  # fmt: skip
     tile = pl.program_id(0)
 
@@ -334,9 +341,9 @@ def _score(step: _Step, head: int, edge: _Edge | None) -> jax.Array:
     """Phase 2. Returns by how much scores exceed their row's peak, as maxima float32[8, LANES]."""
     scratch, rows = step.scratch, step.tuning.tile_rows
     excess = []
-    for g in range(step.queries.shape[1] // rows):
+    for g in range(step.group):
         at = pl.ds(g * rows, rows)
-        scores = blocks.times_keys(step.queries[head, at], scratch.keys[head])
+        scores = blocks.times_keys(step.queries[head * step.group + g], scratch.keys[head])
         if step.options.soft_cap is not None:
             scores = step.options.soft_cap * jnp.tanh(scores)
         if edge is not None:
@@ -377,16 +384,16 @@ def _accumulate(step: _Step, head: int) -> None:
 def _finish_tile(step: _Step) -> None:
     """Divide by the sums of weights, sinks included."""
     scratch, rows, head_dim = step.scratch, step.tuning.tile_rows, step.queries.shape[2]
-    group = step.queries.shape[1] // rows
 
     def finish(head: jax.Array, _: None) -> None:
-        for g in range(group):
+        for g in range(step.group):
+            query_head = head * step.group + g
             at = pl.ds(g * rows, rows)
             sums = scratch.acc[head, at, head_dim:]
             total = sums[:, :1] if step.sums_on_mxu else jnp.sum(sums, axis=1, keepdims=True)
             if step.options.has_sinks:
-                total += jnp.exp2(step.sinks_smem[head * group + g] - scratch.peak[head, at, :1])
-            step.out[head, at] = (scratch.acc[head, at, :head_dim] * (1.0 / total)).astype(step.out.dtype)
+                total += jnp.exp2(step.sinks_smem[query_head] - scratch.peak[head, at, :1])
+            step.out[query_head] = (scratch.acc[head, at, :head_dim] * (1.0 / total)).astype(step.out.dtype)
 
     jax.lax.fori_loop(0, step.num_kv_heads, finish, None)
 

@@ -6,6 +6,7 @@ Frames are a msgpack message, and raw bytes behind it where it carries KV. Nothi
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import socket
 import struct
@@ -215,9 +216,7 @@ class HostLink:
     def stop(self, timeout_s: float) -> bool:
         """Tell the other end that all is over; whether it has closed the connection within `timeout_s`. It is not missed any more."""
         self.send(Stop())
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._end()
         self._reader.join(timeout_s)
         return not self._reader.is_alive()
 
@@ -233,17 +232,18 @@ class HostLink:
 
     def close(self) -> None:
         """Close the connection and wait for the threads. Idempotent; not for a thread of the link."""
-        with self._changed:
-            self._is_over = True
-            self._outgoing.clear()
-            self._changed.notify_all()
-        try:
+        self._end()
+        with contextlib.suppress(OSError):  # the other end was faster
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end was faster
-            pass
         self._reader.join()
         self._writer.join()
         self._connection.close()
+
+    def _end(self) -> None:
+        """From here on nobody is missed; what waits to be sent still is."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
     def _has_room(self, frame: _Outgoing) -> bool:
         if not self._outgoing:
@@ -278,7 +278,7 @@ class HostLink:
                 if not isinstance(frame.message, Alive):
                     self._received.put(frame, timeout=STUCK_S)
                 if isinstance(frame.message, Stop):
-                    self._is_over = True
+                    self._end()
                     return
         except TimeoutError:
             self._lose(f"it said nothing for {self._connection.gettimeout():g} s")
