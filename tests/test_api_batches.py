@@ -282,7 +282,7 @@ def test_a_large_file_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_batches_cannot_have_more_rows_in_flight_than_the_router() -> None:
     with pytest.raises(ValueError, match=r"batches\.max_in_flight 9 exceeds router\.max_in_flight 8"):
-        Config(batches=BatchesConfig(max_in_flight=9), router=RouterConfig(max_in_flight=8))
+        Config(batches=BatchesConfig(directory="batches", max_in_flight=9), router=RouterConfig(max_in_flight=8))
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\ncut o'])

@@ -55,8 +55,7 @@ def answered(engine: Engine, first: int, number: int = 12) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "width"), [(WIDE, 2), *((shape, 4) for shape in SHAPES.values())], ids=["llama, 2", *SHAPES])
 def test_several_chips_answer_as_one_does(shape: ModelShape, width: int) -> None:
     alone, together = engine_of(shape, 1), engine_of(shape, width)
     expected = answered(alone, prefilled(alone))

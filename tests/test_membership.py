@@ -14,7 +14,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from pdjax.protocol import MembershipMessage, RouterHello, WorkerInfo, WorkerLeaving, WorkerLoad
+from pdjax.protocol import PROTOCOL_VERSION, MembershipMessage, RouterHello, WorkerInfo, WorkerLeaving, WorkerLoad
 from pdjax.router.control import ControlServer
 from pdjax.router.fleet import Fleet, Health
 from pdjax.router.roster import Roster
@@ -235,7 +235,7 @@ def test_another_protocol_version_is_refused_with_both_values() -> None:
         async with site() as (router, address), raw_join(address) as call:
             await call.write(worker_info("d1", layout=msgspec.structs.replace(LAYOUT, protocol_version=99)))
             assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert await call.details() == "protocol version 1 here, 99 there"
+            assert await call.details() == f"protocol version {PROTOCOL_VERSION} here, 99 there"
             assert router.fleet.members() == []
 
     run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pdjax.benchmarks.kernels_target import Chip
 
 GPU = "gpu"
+_AT_A_TIME = 2
 
 DESCRIPTION = """\
 Compile every attention kernel for every accelerator, on a machine that has none, and print what the compilers made of it: bundles per 1,000 scores,
@@ -76,8 +78,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     gpu: list[dict[str, Any]] = []
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for target in settings.targets:
-            found = _gpu_figures(Path(folder)) if target == GPU else _tpu_figures(CHIPS[target], settings.is_quick, Path(folder))
+
+        def figures(target: str) -> Any:
+            return _gpu_figures(Path(folder)) if target == GPU else _tpu_figures(CHIPS[target], settings.is_quick, Path(folder))
+
+        with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+            all_found = list(pool.map(figures, settings.targets))
+        for target, found in zip(settings.targets, all_found, strict=True):
             if found is None:
                 failed += 1
             elif target == GPU:

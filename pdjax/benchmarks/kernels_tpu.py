@@ -26,10 +26,11 @@ from pdjax.kernels.tpu.schedule import busiest, figures, loops, read_program
 from pdjax.kernels.tpu.tuning import tunings_for
 
 HEADS, KV_HEADS = 32, 8
-HEAD_DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float32")
+POOLS = {64: ("bfloat16", "int8", "float8_e4m3fn"), 128: ("bfloat16", "int8", "float8_e4m3fn", "float32"), 256: ("bfloat16",)}
+"""Dtypes of the pool, by head_dim."""
 CHUNK_ROWS, CONTEXT, SEQUENCES = 2048, 8192, 8
 PREFILL, DECODE = step.KERNELS
+STEP_CHIPS = ("v5e", "v6e")
 STEPS = (
     (1, step.Work("prefill", CHUNK_ROWS, CONTEXT)),
     (4, step.Work("prefill", CHUNK_ROWS, CONTEXT)),
@@ -49,9 +50,8 @@ class Case(NamedTuple):
 def cases(is_quick: bool) -> Iterator[Case]:
     """Every program, or one a kernel."""
     for kernel in (PREFILL, DECODE):
-        for head_dim in (128,) if is_quick else HEAD_DIMS:
-            for dtype in DTYPES[:1] if is_quick else DTYPES:
-                yield Case(kernel, head_dim, dtype)
+        for head_dim, dtypes in {128: ("bfloat16",)}.items() if is_quick else POOLS.items():
+            yield from (Case(kernel, head_dim, dtype) for dtype in dtypes)
 
 
 def kernel_figures(chip: Chip, case: Case, dump: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def main() -> None:
         print(f"{chip.name} {case.kernel} head_dim {case.head_dim} {case.dtype}", flush=True)
         kernels.append(kernel_figures(chip, case, dump))
     steps = []
-    for record in () if is_quick else step_estimates(chip):
+    for record in () if is_quick or chip.name not in STEP_CHIPS else step_estimates(chip):
         print(f"{chip.name} step {len(steps)}", flush=True)
         steps.append(record)
     out.write_text(json.dumps({"kernels": kernels, "steps": steps}))

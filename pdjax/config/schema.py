@@ -204,7 +204,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> Config:
-        if self.batches.max_in_flight > self.router.max_in_flight:
+        if self.batches.directory is not None and self.batches.max_in_flight > self.router.max_in_flight:
             raise ValueError(f"batches.max_in_flight {self.batches.max_in_flight} exceeds router.max_in_flight {self.router.max_in_flight}")
         width = max(self.prefill.tensor_parallel, self.decode.tensor_parallel)
         if self.transfer.kind == "jax_transfer" and width > 1:
