@@ -127,6 +127,47 @@ def silu_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
         return down @ (jax.nn.silu(gate) * up)
 
 
+class Block(nnx.Module):
+    """One layer: attention, then what feeds forward, each behind a norm and added to its input.
+
+    A family adds weights and says what differs: how heads come out of a projection, what feeds forward, which norms there are.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: jnp.dtype):
+        param = layer_params(shape, dtype)
+        self.shape = nnx.static(shape)
+        self.attn_norm = param("attn_norm")
+        self.qkv = param("qkv")
+        self.attn_out = param("attn_out")
+        self.mlp_norm = param("mlp_norm")
+
+    def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
+        """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
+        attended, pool = attend(*self.heads(self.norm(x, self.attn_norm[...])), pool, step)
+        x = x + self.behind_attention(step.chip.combine(self.attn_out[...] @ attended))
+        fed = self.feed(self.norm(x, self.mlp_norm[...]), step.chip.index())
+        return x + self.behind_feed(step.chip.combine(fed)), pool
+
+    def norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return rms_norm(x, scale, self.shape.norm_eps)
+
+    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[E, T] -> queries [H, D, T], keys [K, D, T], values [K, D, T]."""
+        return heads_of(self.qkv[...] @ normed, self.shape)
+
+    def feed(self, normed: jax.Array, chip: jax.Array | int) -> jax.Array:
+        """[E, T] -> [E, T], or what the chip with index `chip` adds to it."""
+        raise NotImplementedError
+
+    def behind_attention(self, result: jax.Array) -> jax.Array:
+        """[E, T] -> [E, T], on its way to the residual stream."""
+        return result
+
+    def behind_feed(self, result: jax.Array) -> jax.Array:
+        """[E, T] -> [E, T], on its way to the residual stream."""
+        return result
+
+
 class Ends(nnx.Module):
     """What comes before the first and after the last layer."""
 

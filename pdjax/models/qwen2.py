@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from pdjax.models.layers import LayerStep, attend, heads_of, layer_params, rms_norm, silu_mlp
+from pdjax.models import llama
+from pdjax.models.layers import heads_of, layer_params
 from pdjax.models.shape import ModelShape
 
 
-class Block(nnx.Module):
-    """One layer: attention and a gated MLP, each behind a norm."""
+class Block(llama.Block):
+    """One layer: attention with a bias in its projection, and a gated MLP, each behind a norm."""
 
     def __init__(self, shape: ModelShape, dtype: jnp.dtype):
-        param = layer_params(shape, dtype)
-        self.shape = nnx.static(shape)
-        self.attn_norm = param("attn_norm")
-        self.qkv = param("qkv")
-        self.qkv_bias = param("qkv_bias")
-        self.attn_out = param("attn_out")
-        self.mlp_norm = param("mlp_norm")
-        self.gate_up = param("gate_up")
-        self.down = param("down")
+        super().__init__(shape, dtype)
+        self.qkv_bias = layer_params(shape, dtype)("qkv_bias")
 
-    def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
-        """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
-        eps = self.shape.norm_eps
-        projected = self.qkv[...] @ rms_norm(x, self.attn_norm[...], eps) + self.qkv_bias[...][:, None]
-        attended, pool = attend(*heads_of(projected, self.shape), pool, step)
-        x = x + step.chip.combine(self.attn_out[...] @ attended)
-        fed = silu_mlp(rms_norm(x, self.mlp_norm[...], eps), self.gate_up[...], self.down[...])
-        return x + step.chip.combine(fed), pool
+    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return heads_of(self.qkv[...] @ normed + self.qkv_bias[...][:, None], self.shape)

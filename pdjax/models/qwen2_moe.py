@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from pdjax.models.layers import LayerStep, attend, heads_of, layer_params, rms_norm, silu_mlp
-from pdjax.models.moe import ExpertWeights, mix_experts
+from pdjax.models import mixtral
+from pdjax.models.layers import heads_of, layer_params, silu_mlp
 from pdjax.models.shape import ModelShape
 
 
-class Block(nnx.Module):
-    """One layer: attention and experts, each behind a norm."""
+class Block(mixtral.Block):
+    """One layer: attention with a bias in its projection, and experts with a shared one beside them, each behind a norm."""
 
     def __init__(self, shape: ModelShape, dtype: jnp.dtype):
+        super().__init__(shape, dtype)
         param = layer_params(shape, dtype)
-        self.shape = nnx.static(shape)
-        self.attn_norm = param("attn_norm")
-        self.qkv = param("qkv")
         self.qkv_bias = param("qkv_bias")
-        self.attn_out = param("attn_out")
-        self.mlp_norm = param("mlp_norm")
-        self.router = param("router")
-        self.experts_gate_up = param("experts_gate_up")
-        self.experts_down = param("experts_down")
         self.shared_gate = param("shared_gate")
         self.shared_gate_up = param("shared_gate_up")
         self.shared_down = param("shared_down")
 
-    def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
-        """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
-        eps = self.shape.norm_eps
-        projected = self.qkv[...] @ rms_norm(x, self.attn_norm[...], eps) + self.qkv_bias[...][:, None]
-        attended, pool = attend(*heads_of(projected, self.shape), pool, step)
-        x = x + step.chip.combine(self.attn_out[...] @ attended)
-        normed = rms_norm(x, self.mlp_norm[...], eps)
-        weights = ExpertWeights(self.router[...], self.experts_gate_up[...], self.experts_down[...])
+    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return heads_of(self.qkv[...] @ normed + self.qkv_bias[...][:, None], self.shape)
+
+    def feed(self, normed: jax.Array, chip: jax.Array | int) -> jax.Array:
         shared = silu_mlp(normed, self.shared_gate_up[...], self.shared_down[...])
         shared = jax.nn.sigmoid(self.shared_gate[...] @ normed) * shared
-        mixed = mix_experts(normed, weights, self.shape.experts, step.chip.index())
-        return x + step.chip.combine(mixed + shared), pool
+        return super().feed(normed, chip) + shared

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from pdjax.models.layers import LayerStep, attend, head_norm, heads_of, layer_params, rms_norm, silu_mlp
+from pdjax.models import layers, llama
+from pdjax.models.layers import head_norm, layer_params
 from pdjax.models.shape import ModelShape
 
 
-class Block(nnx.Module):
-    """One layer: attention and a gated MLP, each behind a norm."""
+class QkNorms(layers.Block):
+    """Attention with a norm on each head's queries and keys."""
 
     def __init__(self, shape: ModelShape, dtype: jnp.dtype):
+        super().__init__(shape, dtype)
         param = layer_params(shape, dtype)
-        self.shape = nnx.static(shape)
-        self.attn_norm = param("attn_norm")
-        self.qkv = param("qkv")
         self.q_norm = param("q_norm")
         self.k_norm = param("k_norm")
-        self.attn_out = param("attn_out")
-        self.mlp_norm = param("mlp_norm")
-        self.gate_up = param("gate_up")
-        self.down = param("down")
 
-    def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
-        """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
+    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        queries, keys, values = super().heads(normed)
         eps = self.shape.norm_eps
-        queries, keys, values = heads_of(self.qkv[...] @ rms_norm(x, self.attn_norm[...], eps), self.shape)
-        queries, keys = head_norm(queries, self.q_norm[...], eps), head_norm(keys, self.k_norm[...], eps)
-        attended, pool = attend(queries, keys, values, pool, step)
-        x = x + step.chip.combine(self.attn_out[...] @ attended)
-        fed = silu_mlp(rms_norm(x, self.mlp_norm[...], eps), self.gate_up[...], self.down[...])
-        return x + step.chip.combine(fed), pool
+        return head_norm(queries, self.q_norm[...], eps), head_norm(keys, self.k_norm[...], eps), values
+
+
+class Block(QkNorms, llama.Block):
+    """One layer: attention with normed queries and keys, and a gated MLP, each behind a norm."""

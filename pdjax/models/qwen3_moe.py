@@ -2,38 +2,8 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-from pdjax.models.layers import LayerStep, attend, head_norm, heads_of, layer_params, rms_norm
-from pdjax.models.moe import ExpertWeights, mix_experts
-from pdjax.models.shape import ModelShape
+from pdjax.models import mixtral, qwen3
 
 
-class Block(nnx.Module):
-    """One layer: attention and experts, each behind a norm."""
-
-    def __init__(self, shape: ModelShape, dtype: jnp.dtype):
-        param = layer_params(shape, dtype)
-        self.shape = nnx.static(shape)
-        self.attn_norm = param("attn_norm")
-        self.qkv = param("qkv")
-        self.q_norm = param("q_norm")
-        self.k_norm = param("k_norm")
-        self.attn_out = param("attn_out")
-        self.mlp_norm = param("mlp_norm")
-        self.router = param("router")
-        self.experts_gate_up = param("experts_gate_up")
-        self.experts_down = param("experts_down")
-
-    def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
-        """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
-        eps = self.shape.norm_eps
-        queries, keys, values = heads_of(self.qkv[...] @ rms_norm(x, self.attn_norm[...], eps), self.shape)
-        queries, keys = head_norm(queries, self.q_norm[...], eps), head_norm(keys, self.k_norm[...], eps)
-        attended, pool = attend(queries, keys, values, pool, step)
-        x = x + step.chip.combine(self.attn_out[...] @ attended)
-        weights = ExpertWeights(self.router[...], self.experts_gate_up[...], self.experts_down[...])
-        fed = mix_experts(rms_norm(x, self.mlp_norm[...], eps), weights, self.shape.experts, step.chip.index())
-        return x + step.chip.combine(fed), pool
+class Block(qwen3.QkNorms, mixtral.Block):
+    """One layer: attention with normed queries and keys, and experts, each behind a norm."""
