@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pdjax.kernels.base import Attend, AttentionSpec, DecodeBatch, PrefillBatch, from_stored, write_kv
+from pdjax.kernels.tiles import Cut, cut_rows
 
 _MASKED = -1e30
 """Score of a position that is not seen: finite, so that a fully masked block gives exp(_MASKED - max) = 0 and never inf - inf."""
@@ -100,39 +101,18 @@ class _Tiling(NamedTuple):
 
     tile_rows: int
     is_split: bool  # whether blocks on the diagonal are computed for the tile's second half alone where the first sees nothing
-    count: jax.Array  # int32 scalar: tiles in use
-    rows: jax.Array  # int32[tiles]: first row
-    positions: jax.Array  # int32[tiles]: position of the first row
-    ends: jax.Array  # int32[tiles]: first position that the tile does not compute
-    sequences: jax.Array  # int32[tiles]
+    tiles: Cut
 
 
 def _cut(batch: PrefillBatch, num_rows: int, tuning: Tuning) -> list[_Tiling]:
     """Cut every sequence into large tiles and then small ones. A rest that fills all but one small tile of a large one is a large one."""
     large, small = tuning.large_query_tile, min(tuning.query_tile, num_rows)
     if num_rows < large:
-        return [_tiling(batch, num_rows, small, jnp.zeros_like(batch.lengths), -(-batch.lengths // small))]
+        return [_Tiling(small, False, cut_rows(batch, small, -(-batch.lengths // small)))]
     num_large = (batch.lengths + small) // large
     in_large = jnp.minimum(num_large * large, batch.lengths)
-    tilings = [_tiling(batch, num_rows, large, jnp.zeros_like(in_large), num_large, is_split=True)]
-    return [*tilings, _tiling(batch, num_rows, small, in_large, -(-(batch.lengths - in_large) // small))]
-
-
-def _tiling(
-    batch: PrefillBatch, num_rows: int, tile_rows: int, skipped: jax.Array, per_sequence: jax.Array, is_split: bool = False
-) -> _Tiling:
-    """`per_sequence[s]` tiles of sequence s behind its first `skipped[s]` rows, in row order.
-
-    At most one tile of a sequence is not full, which bounds their number.
-    """
-    num_sequences = batch.lengths.shape[0]
-    last_tile = jnp.cumsum(per_sequence)
-    tile = jnp.arange(num_rows // tile_rows + num_sequences, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), num_sequences - 1)
-    offset = skipped[sequence] + (tile - last_tile[sequence] + per_sequence[sequence]) * tile_rows
-    positions = batch.starts[sequence] + offset
-    ends = jnp.minimum(positions + tile_rows, batch.starts[sequence] + batch.lengths[sequence])
-    return _Tiling(tile_rows, is_split, last_tile[-1], batch.first_rows[sequence] + offset, positions, ends, sequence)
+    rest = cut_rows(batch, small, -(-(batch.lengths - in_large) // small), in_large)
+    return [_Tiling(large, True, cut_rows(batch, large, num_large)), _Tiling(small, False, rest)]
 
 
 class _Source(NamedTuple):
@@ -146,18 +126,18 @@ class _Source(NamedTuple):
 
 def _attend_tiles(out: jax.Array, queries: jax.Array, source: _Source, tiling: _Tiling, spec: AttentionSpec) -> jax.Array:
     """Compute tile after tile into `out`, both float32[rows, H, D]; rows that are not a tile's own keep what they hold."""
-    shape = (tiling.tile_rows, *queries.shape[1:])
+    shape, tiles = (tiling.tile_rows, *queries.shape[1:]), tiling.tiles
 
     def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
-        position, end, corner = tiling.positions[i], tiling.ends[i], (tiling.rows[i], 0, 0)
-        keys = _Keys(source, source.tables[tiling.sequences[i]], end, spec)
+        position, end, corner = tiles.positions[i], tiles.ends[i], (tiles.rows[i], 0, 0)
+        keys = _Keys(source, source.tables[tiles.sequences[i]], end, spec)
         spans = _spans(position, end, tiling, source.block, spec)
         result = _attend_tile(jax.lax.dynamic_slice(queries, corner, shape), keys, position, spans)
         is_own = position + jnp.arange(tiling.tile_rows, dtype=jnp.int32) < end
         result = jnp.where(is_own[:, None, None], result, jax.lax.dynamic_slice(out, corner, shape))
         return jax.lax.dynamic_update_slice(out, result, corner)
 
-    return jax.lax.fori_loop(0, tiling.count, tile_step, out)
+    return jax.lax.fori_loop(0, tiles.count, tile_step, out)
 
 
 class _Span(NamedTuple):

@@ -1,5 +1,6 @@
 """`python -m pdjax.bench`: measure a server (`serve`), one request to it (`timeline`), the two latency techniques (`ablation`), growth
-(`growth`), designs against each other (`compare`), the machine (`ceilings`), or compile the kernels for accelerators (`kernels`)."""
+(`growth`), designs against each other (`compare`), the machine (`ceilings`), what narrow numbers change (`numbers`), or compile the kernels
+for accelerators (`kernels`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pdjax.benchmarks import compare_command, growth_command, kernels_command, report, serve, timeline
+from pdjax.benchmarks import compare_command, growth_command, kernels_command, numbers_command, report, serve, timeline
 from pdjax.errors import PdjaxError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     growth_command.add(commands)
     compare_command.add(commands)
     kernels_command.add(commands)
+    numbers_command.add(commands)
     _add_ceilings(commands)
     return parser
 

@@ -10,6 +10,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from pdjax.checkpoints.converted import (
 )
 from pdjax.checkpoints.orbax_store import WeightStore
 from pdjax.checkpoints.parts import aligned_empty
+from pdjax.models.pieces import pieces_of
 from pdjax.observe.progress import Progress, TerminalProgress, make_board
 
 
@@ -37,7 +39,7 @@ def convert(checkpoint: Checkpoint, target: Path, dtype: str, progress: Progress
     """
     description = describe(checkpoint, dtype)
     _begin(target, description)
-    store = WeightStore(target / WEIGHTS_FOLDER, checkpoint.shape, DTYPES[dtype])
+    store = WeightStore(target / WEIGHTS_FOLDER, checkpoint.shape, DTYPES[dtype], partial(pieces_of, checkpoint.shape))
     progress.stage("convert", len(store.units))
     kept = 0
     for done, layer in enumerate(store.units, start=1):
@@ -65,6 +67,8 @@ def _begin(target: Path, description: Description) -> None:
     unfinished = target / UNFINISHED_FILE
     if unfinished.exists():
         begun = read_description(unfinished)
+        if begun.format != description.format:
+            raise ValueError(f"{target} holds an unfinished conversion to format {begun.format}, this is {description.format}; remove it first")
         if begun != description:
             raise ValueError(
                 f"{target} holds an unfinished conversion of another model: {begun.name} ({begun.fingerprint}), "

@@ -30,7 +30,7 @@ class KVPoll(enum.IntEnum):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must agree on before the KV of one means anything to the other."""
+    """What two workers must agree on before the KV of one means anything to the other. `kv_scales`: a digest; empty where KV has none."""
 
     protocol_version: int = PROTOCOL_VERSION
     model_fingerprint: str
@@ -39,6 +39,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kv_scales: str = ""
 
     def mismatch(self, other: Layout) -> str | None:
         """Name every field in which `other` differs, with both values; None where the two agree."""

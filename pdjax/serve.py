@@ -33,6 +33,7 @@ from pdjax.supervisor import Plan, run_system
 ROLES = ("all", "router", "prefill", "decode", "unified")
 SUPERVISED_ROLES = ("all", "unified")
 GREETING_DEADLINE_S = 30.0
+MAX_PORT = 65535
 
 _logger = logging.getLogger("pdjax.serve")  # also where this module runs as __main__
 
@@ -134,6 +135,9 @@ def check_role(config: Config, role: str) -> None:
         problems.append(f"decode.count must be at least 1 with --role all, got {config.decode.count}")
     if role == "all" and config.worker.port and workers > 1:
         problems.append(f"worker.port {config.worker.port} cannot serve {workers} workers on one machine; use 0, any free port")
+    ranks = config.workers("prefill" if role == "prefill" else "decode").data_parallel
+    if role != "router" and config.worker.port and config.worker.port + ranks - 1 > MAX_PORT:
+        problems.append(f"worker.port {config.worker.port} leaves no ports for {ranks} ranks, the last is {MAX_PORT}")
     if role in (*SUPERVISED_ROLES, "router") and config.server.port == config.router.control_port != 0:
         problems.append(f"server.port and router.control_port must differ, both are {config.server.port}")
     if role in SUPERVISED_ROLES and config.worker.router is not None:
@@ -152,14 +156,18 @@ def _host_problems(config: Config, role: str) -> list[str]:
         return []
     if role in SUPERVISED_ROLES:
         return [f"worker.num_hosts {number} has no meaning with --role {role}, whose workers are one process each; start each host's yourself"]
-    width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
+    workers = config.workers("prefill" if role == "prefill" else "decode")
     problems = []
     if config.worker.coordinator is None:
         problems.append(f"worker.num_hosts {number} needs worker.coordinator, HOST:PORT of host 0")
     if config.worker.host_index >= number:
         problems.append(f"worker.host_index {config.worker.host_index} is none of worker.num_hosts {number}, which count from 0")
-    if width % number:
-        problems.append(f"{role}.tensor_parallel {width} cannot be shared evenly by worker.num_hosts {number}")
+    if workers.data_parallel > 1:
+        problems.append(
+            f"{role}.data_parallel {workers.data_parallel} needs a process that owns all its chips, worker.num_hosts is {number}; use 1"
+        )
+    if workers.tensor_parallel % number:
+        problems.append(f"{role}.tensor_parallel {workers.tensor_parallel} cannot be shared evenly by worker.num_hosts {number}")
     if config.transfer.kind != "tcp":
         problems.append(f"transfer.kind {config.transfer.kind} needs a worker on one host, worker.num_hosts is {number}; use tcp")
     return problems

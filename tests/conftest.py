@@ -1,4 +1,4 @@
-"""Shared fixtures: the live systems that tests which kill nothing have in common. They start on first use."""
+"""Shared fixtures: the live systems that tests which kill nothing have in common, which start on first use, and a compile cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 import pytest
 
 from tests import live
+from tests.model_kit import quick_compilation
+from tests.order import GroupScheduling, put_in_order
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -32,6 +34,19 @@ def unified_system(live_folder: Path) -> Iterator[live.Client]:
     yield from _client_of(live_folder, "unified", "unified", scheduler__max_step_tokens=64)
 
 
+@pytest.fixture(scope="session")
+def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this process keeps the programs that it compiles. Not for two: one could read what the other has half written."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly(programs_folder: Path) -> Iterator[None]:
+    """For modules of tests that compile more than they compute; see `quick_compilation`."""
+    with quick_compilation(programs_folder):
+        yield
+
+
 @pytest.fixture
 def pair(pair_system: live.Client) -> Iterator[live.Client]:
     """The prefill/decode system; holds nothing once the test is over."""
@@ -51,6 +66,14 @@ def _client_of(folder: Path, name: str, role: str, **settings: Any) -> Iterator[
         client = live.Client(served.await_ready()["url"])
         yield client
         client.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_in_order(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

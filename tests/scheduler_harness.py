@@ -14,6 +14,7 @@ from pdjax.protocol import KVPoll, Peer, PromptToken, Sampling, SequenceRequest,
 from pdjax.scheduler.bootstrap import BootstrapQueue
 from pdjax.scheduler.decode import DecodeLimits, DecodeScheduler
 from pdjax.scheduler.faults import NO_FAULTS
+from pdjax.scheduler.graces import Backoff
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.pages import PagePool
@@ -215,6 +216,7 @@ class Cluster:
         reserve=4,
         retries=0,
         grace=0.0,
+        backoff=Backoff(),
         max_held=64,
         drop_on_miss=False,
         faults=NO_FAULTS,
@@ -233,7 +235,7 @@ class Cluster:
             prefill_memory,
             SlotPool(slots, "request"),
             prefill_metadata,
-            BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults, recorders[0], grace),
+            BootstrapQueue(self.link, prefill_metadata, page_size, retries, faults, recorders[0], grace, backoff),
             PrefillLimits(step_tokens, 4, 3, 1000, 10_000, drop_on_miss, max_held),
             recorders[0],
         )

@@ -143,7 +143,8 @@ def test_arrivals_have_the_rate_that_was_asked_for() -> None:
     assert times_s[0] == 0 and times_s == sorted(times_s)
     assert times_s[-1] == pytest.approx(2000, rel=0.1)
     gaps_s = [after - before for before, after in itertools.pairwise(times_s)]
-    assert sum(gap_s > 0.5 for gap_s in gaps_s) / len(gaps_s) == pytest.approx(0.3679, abs=0.05)  # exp(-1) of an exponential exceed its mean
+    # exp(-1) of an exponential exceed its mean.
+    assert sum(gap_s > 0.5 for gap_s in gaps_s) / len(gaps_s) == pytest.approx(0.3679, abs=0.05)
 
 
 def test_targets_take_turns_in_an_order_that_alternates() -> None:
@@ -215,7 +216,9 @@ def report_of(settings: AblationSettings, comparisons: dict[str, Comparison]) ->
 
 
 def test_the_numbers_of_a_comparison_are_the_ones_worked_out_by_hand() -> None:
-    off = mode_run("off", sample(4.0, handoff_s=2.0, itl_s=0.5), sample(2.0, handoff_s=1.0, itl_s=0.25), sample(3.0, handoff_s=1.5, itl_s=0.75))
+    off = mode_run(
+        "off", sample(4.0, handoff_s=2.0, itl_s=0.5), sample(2.0, handoff_s=1.0, itl_s=0.25), sample(3.0, handoff_s=1.5, itl_s=0.75)
+    )
     on = mode_run("on", sample(1.0, handoff_s=0.5, itl_s=0.5), sample(1.5, handoff_s=0.3, itl_s=0.5), sample(0.5, handoff_s=0.2, itl_s=0.5))
     off.outcomes.append(Outcome(None, "HTTP 500: oops"))
     on.outcomes.append(Outcome(sample(1.0, handoff_s=0.3), None))

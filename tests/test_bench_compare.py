@@ -317,7 +317,9 @@ class Stage:
 
 
 def run(stage: Stage, tmp_path: Path, **settings: Any) -> dict[str, Any]:
-    path = write_trace(tmp_path / "trace.jsonl", *(row(10 * place, hash_ids=(0, place + 1), output_length=20 + place) for place in range(4)))
+    path = write_trace(
+        tmp_path / "trace.jsonl", *(row(10 * place, hash_ids=(0, place + 1), output_length=20 + place) for place in range(4))
+    )
     given = CompareSettings(trace=path, scale_lengths=0.1, scale_outputs=0.5, scale_time=0.1, loads=(2.0, 1.0), **settings)
     return asyncio.run(compare.run(given, Watch(lambda step: None, lambda: None), Surroundings(stage.start, itertools.count().__next__)))
 

@@ -15,7 +15,16 @@ import pytest
 from rich.console import Console
 
 from pdjax import bench
-from pdjax.benchmarks import growth, growth_engine, growth_radix, growth_report, growth_router, growth_scheduler, growth_start, growth_worker
+from pdjax.benchmarks import (
+    growth,
+    growth_engine,
+    growth_radix,
+    growth_report,
+    growth_router,
+    growth_scheduler,
+    growth_start,
+    growth_worker,
+)
 from pdjax.benchmarks.ablation_report import Goal
 from pdjax.benchmarks.client import Sample, model_name
 from pdjax.benchmarks.fleet import SystemFailed

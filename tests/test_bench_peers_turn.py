@@ -136,7 +136,7 @@ def test_prompts_are_the_same_as_ids_and_as_text(tokenizer: Tokenizer) -> None:
 
 
 class ScriptedRequests:
-    """Answers every request alike: a millisecond to the first token for each of prompt, 9 s to the second, then gaps of 0.1, 0.2, 0.3 s..."""
+    """Answers every request alike: a millisecond to the first token for each of prompt, 9 s to the second, then gaps of 0.1 s, 0.2 s..."""
 
     def __init__(self, known: str = KNOWN_ANSWER, num_cached: int | None = None, num_good: int = 10**6, num_early: int = 0):
         self.prompts: list[tuple[list[int], int]] = []

@@ -187,7 +187,7 @@ def test_the_header_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="architecture 'gemma' is not supported; supported are 'llama', 'qwen2'"):
+    with pytest.raises(ValueError, match="architecture 'gemma' is not supported; supported are 'llama', 'smollm3', 'qwen2'"):
         open_tiny(tmp_path, architecture="gemma")
 
 

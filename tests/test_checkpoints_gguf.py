@@ -12,6 +12,8 @@ import pytest
 
 from pdjax.api.tokenizer import Tokenizer
 from pdjax.checkpoints import Checkpoint, open_checkpoint
+from pdjax.checkpoints.gguf_file import GgufFile
+from pdjax.checkpoints.gguf_shape import read_shape
 from pdjax.checkpoints.hf import HfCheckpoint
 from pdjax.checkpoints.sentencepiece import merges_of
 from pdjax.models.shape import ModelShape
@@ -22,6 +24,7 @@ ARCHITECTURES = {
     "llama": "llama",
     "llama3": "llama",
     "mixtral": "llama",
+    "smollm3": "smollm3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma2": "gemma2",
@@ -34,7 +37,7 @@ _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)")
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp orders those of q and k for the llama architecture."""
+    """Rows as llama.cpp orders those of q and k for the architectures llama and smollm3."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -48,7 +51,7 @@ def as_gguf(golden: Golden, architecture: str) -> dict[str, np.ndarray]:
         if match := _EXPERT.fullmatch(name):
             stacks.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
-        if architecture == "llama" and (match := re.search(r"\.([qk])_proj", name)):
+        if architecture in ("llama", "smollm3") and (match := re.search(r"\.([qk])_proj", name)):
             tensor = interleaved(tensor, golden.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + np.float32(1)
@@ -118,7 +121,7 @@ def test_a_gguf_file_holds_the_weights_that_a_folder_does(tmp_path: Path, name: 
         np.testing.assert_allclose(found[path], weight, rtol=0, atol=2e-7, err_msg=path)  # Gemma's norms went over 1 + weight
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma3", "phi3-long", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "smollm3", "qwen3", "gemma3", "phi3-long", "qwen2-moe"])
 def test_a_gguf_file_tells_the_shape_that_a_folder_does(tmp_path: Path, name: str) -> None:
     folder, file = both(tmp_path, name)
     expected, found = folder.shape, file.shape
@@ -126,10 +129,23 @@ def test_a_gguf_file_tells_the_shape_that_a_folder_does(tmp_path: Path, name: st
         np.testing.assert_allclose(table.frequencies, wanted.frequencies, rtol=1e-6)
         np.testing.assert_allclose(table.long_frequencies, wanted.long_frequencies, rtol=1e-6)
         assert table.magnitude == pytest.approx(wanted.magnitude) and table.short_context_tokens == wanted.short_context_tokens
+    if name == "smollm3":  # whose golden has a pattern of its own
+        assert found.layer_ropes == (0, 0, 0)
+        found = found._replace(layer_ropes=expected.layer_ropes)
     if name == "gemma3":  # whose golden has a pattern and a scale of its own
         assert found.layer_windows == (16,) * 4 and found.layer_ropes == (1,) * 4 and found.attention_scale == 16**-0.5
         found = found._replace(layer_windows=expected.layer_windows, layer_ropes=expected.layer_ropes, attention_scale=24**-0.5)
     assert found._replace(rope_tables=(), norm_eps=0, attention_scale=0) == expected._replace(rope_tables=(), norm_eps=0, attention_scale=0)
+
+
+def test_every_fourth_layer_of_a_smollm3_file_does_not_turn(tmp_path: Path) -> None:
+    """No key of the file says so: llama.cpp knows it of the architecture."""
+    keys = {key.replace("llama.", "smollm3."): value for key, value in tiny_metadata().items()}
+    path = write_gguf(tmp_path / "model.gguf", keys | {"smollm3.block_count": 9}, {}, "smollm3")
+    shape = read_shape(GgufFile(path))
+    assert shape.layer_ropes == (0, 0, 0, 1, 0, 0, 0, 1, 0)
+    assert shape.rope_tables[0].frequencies == pytest.approx((1.0, 0.1, 0.01, 0.001))
+    assert shape.rope_tables[1].frequencies == (0.0,) * 4
 
 
 def test_factors_of_llama_3_1_slow_the_frequencies_down(tmp_path: Path) -> None:

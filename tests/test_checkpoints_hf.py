@@ -248,8 +248,16 @@ def test_long_frequencies_are_taken_where_contexts_may_get_long() -> None:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}},
             "rope_type 'dynamic' is not supported; supported are default",
         ),
-        ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters: field factor should be of type float"),
-        ("phi3-long", {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1.0, "rope_type": "longrope"}}, "field short_factor"),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
+            "rope_parameters: field factor should be of type float",
+        ),
+        (
+            "phi3-long",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1.0, "rope_type": "longrope"}},
+            "field short_factor",
+        ),
         ("gemma2", {"layer_types": ["full_attention"]}, None),
         ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 4 layers"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
@@ -275,7 +283,10 @@ def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_named(tmp_path: Path
     for change, message in (
         ({f"{LAYER}mlp.up_proj.weight": None}, r"tensor model\.layers\.1\.mlp\.up_proj\.weight of shape \(48, 32\) is missing"),
         ({f"{LAYER}self_attn.q_proj.bias": np.zeros(32, np.float32)}, r"q_proj\.bias is not part of a LlamaForCausalLM model"),
-        ({f"{LAYER}self_attn.k_proj.weight": np.zeros((8, 32), np.float32)}, r"k_proj\.weight should have shape \(16, 32\) but has \(8, 32\)"),
+        (
+            {f"{LAYER}self_attn.k_proj.weight": np.zeros((8, 32), np.float32)},
+            r"k_proj\.weight should have shape \(16, 32\) but has \(8, 32\)",
+        ),
     ):
         tensors = golden_tensors(golden) | change
         folder = write_folder(tmp_path, golden.config, {name: tensor for name, tensor in tensors.items() if tensor is not None})

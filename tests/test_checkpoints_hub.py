@@ -46,5 +46,7 @@ def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch: pytest.Monke
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(snapshot_download))
-    with pytest.raises(ValueError, match="'nobody/nothing' is no file or folder here, and the Hugging Face hub does not give it: no route$"):
+    with pytest.raises(
+        ValueError, match="'nobody/nothing' is no file or folder here, and the Hugging Face hub does not give it: no route$"
+    ):
         open_checkpoint("nobody/nothing")

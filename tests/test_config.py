@@ -25,6 +25,7 @@ CHOSEN: dict[str, tuple[str, Any]] = {
     "scheduler.max_step_tokens": ("128", 128),
     "scheduler.metadata_slots": ("7", 7),
     "transfer.emulate_gbytes_per_s": ("0.5", 0.5),
+    "worker.num_chips": ("4", 4),
     "worker.coordinator": ("host:8476", "host:8476"),
     "decode.device": ("3", 3),
     "transfer.emulate_announce_delay_s": ("0.5", 0.5),

@@ -27,6 +27,8 @@ from tests.engine_kit import (
     random_weights,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WEIGHTS = random_weights()
 TABLE = SHAPE.max_context_tokens // CONFIG.page_size
 LOGPROB_TOLERANCE = 2e-4

@@ -17,6 +17,8 @@ from pdjax.models.shape import Experts, ModelShape, WeightSpec, weight_specs
 from pdjax.protocol import Sampling
 from tests.engine_kit import CONFIG, SHAPE, SMALL_BLOCKS, random_weights
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 GREEDY = Sampling(max_tokens=1000, temperature=0.0)
 WIDE = SHAPE._replace(num_heads=8, num_kv_heads=2, vocab_size=64)
 MIXTURE = Experts(num_experts=4, num_active=2, ffn_dim=16, are_normed=True)

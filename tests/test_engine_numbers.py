@@ -30,9 +30,10 @@ def last_logprobs(kv_dtype: str) -> dict[int, float]:
     return dict(zip(step.top_ids[0].tolist(), step.top_logprobs[0].tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("kv_dtype", "largest"), [("bfloat16", 0.05), ("float8_e4m3fn", 0.6)])
+@pytest.mark.parametrize(("kv_dtype", "largest"), [("bfloat16", 0.05), ("float8_e4m3fn", 0.6), ("int8", 0.3)])
 def test_narrower_kv_moves_log_probabilities_by_about_its_rounding(kv_dtype: str, largest: float) -> None:
-    """Rounding to 8 or 4 bits of significand is a relative error of 2^-9 or 2^-5 at most in every key and value."""
+    """Rounding to 8 or 4 bits of significand is a relative error of 2^-9 or 2^-5 at most in every key and value; to int8, an error of at most
+    1.4 / 254 of the largest of its head."""
     exact, narrow = last_logprobs("auto"), last_logprobs(kv_dtype)
     shared = exact.keys() & narrow.keys()
     assert len(shared) >= 15
@@ -44,5 +45,6 @@ def test_the_pool_and_the_wire_have_the_dtype_that_was_asked_for() -> None:
     assert load_config(None, []).kv_dtype == "float32"
     assert load_config(None, ["model.dtype=bfloat16"]).kv_dtype == "bfloat16"
     assert load_config(None, ["engine.kv_dtype=float8_e4m3fn"]).kv_dtype == "float8_e4m3fn"
+    assert load_config(None, ["engine.kv_dtype=int8"]).kv_dtype == "int8"
     with pytest.raises(ConfigError, match="engine.kv_dtype"):
         load_config(None, ["engine.kv_dtype=int4"])

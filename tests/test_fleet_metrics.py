@@ -144,7 +144,7 @@ def test_pages_sent_early_are_counted_once_in_pages_and_bytes(roles):
 def test_a_report_survives_that_the_loop_moves_requests_meanwhile():
     """Heartbeats come from another thread than the one that moves requests between queues."""
     cluster = Cluster()
-    outgoing: dict[str, object] = cluster.prefill._outgoing  # type: ignore[assignment]
+    outgoing: dict[str, object] = cluster.prefill._forwards._outgoing  # type: ignore[assignment]
 
     class Moving:
         @property
@@ -210,6 +210,22 @@ def test_grouping_labels_exist_on_what_is_grouped(page):
         for labels, name in re.findall(r"by \(([\w, ]+)\) \((?:rate\(|increase\()?(pdjax_\w+)", expression):
             for label in re.split(r",\s*", labels):
                 assert all(label in sample for sample in page[name]), f"{name} has no label {label}"
+
+
+def test_the_dashboard_asks_for_every_variable_that_it_uses_and_draws_something_in_every_panel():
+    text = (DASHBOARDS / "pdjax.json").read_text()
+    dashboard = json.loads(text)
+    declared = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = {name for name in re.findall(r"\$\{?(\w+)", text) if not name.startswith("__")}  # those are Grafana's own
+    assert used == declared
+    for panel in dashboard["panels"]:
+        targets = panel.get("targets", [])
+        assert bool(targets) == (panel["type"] != "row"), panel["title"]
+        assert len({target["refId"] for target in targets}) == len(targets), panel["title"]
+        assert all(target["datasource"] == panel["datasource"] for target in targets), panel["title"]
+    [annotation] = dashboard["annotations"]["list"]
+    [pattern] = re.findall(r'alertname=~"([^"]+)"', annotation["expr"])
+    assert all(re.fullmatch(pattern, rule["alert"]) for rule in alerts())
 
 
 def test_alerts_cover_what_the_techniques_can_do_wrong():

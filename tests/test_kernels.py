@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from pdjax.config.environment import attention_override
 from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, PrefillBatch, as_stored
+from pdjax.kernels.cpu import is_installed
 from pdjax.kernels.dispatch import Setting, choose_attention
 from pdjax.kernels.reference import ReferenceAttention, attend_row
 from pdjax.kernels.xla import Tuning, XlaAttention
 from tests.attention_kit import Case, Sizes, random_case, rows_alone, run_decode, run_prefill, stored_as
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SIZES = Sizes()
 TUNINGS = [Tuning(16, 8, 8, 8), Tuning(10, 5, 12, 4), Tuning(512, 128, 256, 256), Tuning(2, 1, 2, 1), Tuning(32, 4, 4, 16)]
@@ -67,7 +70,7 @@ def test_reference_follows_the_page_table_and_the_layer() -> None:
 REFERENCE = ReferenceAttention()
 XLA = [XlaAttention(tuning) for tuning in TUNINGS]
 SPECS = {
-    "window": AttentionSpec(window=5),
+    "window": AttentionSpec(window=np.int32(5)),
     "window of one page and a bit": AttentionSpec(window=np.int32(6)),
     "soft cap": AttentionSpec(soft_cap=0.7),
     "scale": AttentionSpec(scale=0.9),
@@ -127,7 +130,9 @@ def test_a_soft_cap_bounds_the_scores() -> None:
 
 
 @pytest.mark.parametrize("attention", [REFERENCE, XLA[0]], ids=["reference", "xla"])
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.uint8, jnp.uint16], ids=["int8", "fp8", "bits of fp8", "bits of bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.uint8, jnp.uint16], ids=["int8", "fp8", "bits of fp8", "bits of bfloat16"]
+)
 def test_quantized_pools_hold_entries_divided_by_their_scales(attention: Attention, dtype: jnp.dtype) -> None:
     scales = np.array([0.05, 0.03, 0.04, 0.06], np.float32)
     case = stored_as(random_case(11, [3, 0, 9], [5, 11, 2]), dtype, scales)
@@ -198,7 +203,7 @@ V6E = OtherDevice("tpu", "TPU v6 lite")
 
 def test_the_environment_overrides_the_platform_and_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDJAX_ATTENTION", raising=False)
-    assert choose_attention(CPU, attention_override()).name == "xla"
+    assert choose_attention(CPU, attention_override()).name == ("cpu" if is_installed() else "xla")
     for name in ("reference", "xla", "pallas"):
         monkeypatch.setenv("PDJAX_ATTENTION", name)
         assert choose_attention(CPU, attention_override()).name == name

@@ -11,17 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.engine.engine import Engine
 from pdjax.kernels.base import AttentionSpec, decode_batch
 from pdjax.kernels.gpu.attention import Form, HopperAttention, TritonAttention, attention_for, form_of, why_no_gpu, why_not
 from pdjax.kernels.gpu.tiles import decode_tiles, prefill_tiles
 from pdjax.kernels.gpu.triton_attention import Tuning, powers_of_two, widened_e4m3
 from pdjax.kernels.gpu.tuning import Chip, chip_of, decode_tuning, num_splits, prefill_tuning
 from pdjax.kernels.reference import ReferenceAttention
-from pdjax.kernels.xla import XlaAttention
-from pdjax.protocol import Sampling
 from tests.attention_kit import Case, Sizes, random_case, rows_alone, run_decode, run_prefill, stored_as
-from tests.engine_kit import CONFIG, SHAPE, generate, random_weights
 
 SIZES = Sizes(rows=24, head_dim=16, table_pages=32)
 """Tables of 128 positions: with blocks of 16 keys decoding cuts them into two runs."""
@@ -117,18 +113,6 @@ def test_every_fp8_number_is_widened_by_moving_its_bits() -> None:
     numbers = numbers[np.isfinite(numbers.astype(np.float32))]
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         np.testing.assert_array_equal(widened_e4m3(jnp.asarray(numbers), jnp.dtype(dtype)), numbers.astype(dtype))
-
-
-def test_a_whole_model_answers_as_it_does_by_xla() -> None:
-    shape = SHAPE._replace(head_dim=16)
-    config = CONFIG.model_copy(update={"prefill_buckets": (32,), "decode_buckets": (1,), "transfer_buckets": (1,), "max_prefill_seqs": 1})
-    prompt, pages = [int(token) for token in np.random.default_rng(0).integers(0, shape.vocab_size, 40)], list(range(20, 34))
-    answers = []
-    sizes = Sizes(heads=shape.num_heads, kv_heads=shape.num_kv_heads, head_dim=16)
-    for attention in (triton(sizes), XlaAttention()):
-        engine = Engine(shape, random_weights(shape), config, jnp.float32, jax.devices()[0], attention)
-        answers.append(generate(engine, 0, prompt, pages, 12, Sampling(max_tokens=100, temperature=0.0)))
-    assert answers[0] == answers[1] and len(answers[0]) == 12
 
 
 def test_tiles_take_rows_of_one_sequence_and_come_with_most_keys_first() -> None:

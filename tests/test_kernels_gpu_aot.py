@@ -24,6 +24,7 @@ for target, kernel, head_dim, pool in (
     (SM_90, "hopper_prefill", 128, "bfloat16"),
     (SM_100, "triton_prefill", 64, "bfloat16"),
     (SM_90, "gather_pages", 128, "bfloat16"),
+    (SM_90, "gather_summed_pages", 128, "bfloat16"),
 ):
     report = row(Case(target, kernel, head_dim, pool)).report
     print(kernel, target.name, report.spill_stores, report.spill_loads, *sorted(report.matrix_instructions))
@@ -44,6 +45,7 @@ def test_kernels_compile_without_spills_and_use_the_matrix_instructions_of_their
         "hopper_prefill sm_90 0 0 wgmma",
         "triton_prefill sm_100 0 0 tcgen05.mma",
         "gather_pages sm_90 0 0",
+        "gather_summed_pages sm_90 0 0",
         "copies 0 True",
     ], done.stderr
 

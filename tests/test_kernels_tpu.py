@@ -20,10 +20,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental.pallas import tpu as pltpu
 
 from pdjax.kernels.base import PLAIN, Attention, AttentionSpec, DecodeBatch, PrefillBatch, as_stored, decode_batch, prefill_batch
+from pdjax.kernels.heads import Heads, attend_heads
 from pdjax.kernels.reference import ReferenceAttention
 from pdjax.kernels.tpu import schedule
+from pdjax.kernels.tpu.attend import SLACK
 from pdjax.kernels.tpu.attention import PallasTpuAttention, cut, unsupported
-from pdjax.kernels.tpu.ragged_paged_attention import SLACK
 from pdjax.kernels.tpu.tuning import DecodeTuning, PrefillTuning, Tunings
 
 _INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait")
@@ -222,7 +223,7 @@ _cut = jax.jit(cut, static_argnums=1)
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(sequences=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 50)), min_size=4, max_size=4), tile_rows=st.sampled_from([8, 32]))
-def test_tiles_cover_every_row_once_and_end_at_multiples(sequences: list[tuple[int, int]], tile_rows: int) -> None:
+def test_tiles_cover_every_row_once_and_every_block_of_rows(sequences: list[tuple[int, int]], tile_rows: int) -> None:
     starts, lengths = (np.asarray(column, np.int32) for column in zip(*sorted(sequences, key=lambda s: s[1] == 0), strict=True))
     first_rows = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
     rows = np.zeros(200, np.int32)
@@ -230,14 +231,51 @@ def test_tiles_cover_every_row_once_and_end_at_multiples(sequences: list[tuple[i
     covered: list[tuple[int, int, int]] = []
     for i in range(int(tiles.count[0])):
         sequence, position, length, row = (int(column[i]) for column in tiles[1:])
-        assert 0 < length <= tile_rows
-        end = position + length
-        assert end % tile_rows == 0 or end == starts[sequence] + lengths[sequence]
+        assert length > 0
+        assert row // tile_rows == (row + length - 1) // tile_rows
         covered += [(sequence, position + k, row + k) for k in range(length)]
     expected = [
         (s, start + k, first + k) for s, (start, n, first) in enumerate(zip(starts, lengths, first_rows, strict=True)) for k in range(n)
     ]
     assert covered == expected
+    assert not np.any(tiles.lengths[int(tiles.count[0]) :])
+    blocks = list(tiles.rows // tile_rows)
+    assert blocks == sorted(blocks) and set(blocks) == set(range(len(rows) // tile_rows + (len(rows) % tile_rows > 0)))
+
+
+@pytest.mark.parametrize(
+    ("case", "pairs", "kv_scales"),
+    [
+        (_Case(num_heads=4, num_kv_heads=2, head_dim=128), 64, None),
+        (_Case(num_heads=6, num_kv_heads=3, head_dim=64, stored="bfloat16", computed="bfloat16", page_size=16), 16, None),
+        (_Case(num_heads=2, num_kv_heads=1, head_dim=256, stored="bfloat16", computed="bfloat16", page_size=16), 128, None),
+        (_Case(num_heads=4, num_kv_heads=2, head_dim=80, stored="int8", page_size=8), 40, 0.03),
+    ],
+)
+def test_heads_as_projected_are_rotated_and_attend_as_the_reference_does(case: _Case, pairs: int, kv_scales: float | None) -> None:
+    """Two sequences meet inside one block of rows; padding rows hold NaN."""
+    starts, lengths, rng = (130, 0, 0), (9, 26, 0), np.random.default_rng(6)
+    num_real, num_heads = sum(lengths), case.num_heads + 2 * case.num_kv_heads
+    spec = AttentionSpec(kv_scales=None if kv_scales is None else jnp.full(2 * case.num_kv_heads, kv_scales))
+    tables = case.tables(np.add(starts, lengths), rng)
+    arrays = [jnp.asarray(array, jnp.int32) for array in (tables, (0, 9, 35), starts, lengths)]
+    batch = prefill_batch(*arrays, case.num_rows, case.page_size)
+    projected = rng.normal(size=(num_heads, case.head_dim, case.num_rows)).astype(np.float32)
+    projected[:, :, num_real:] = np.nan
+    angles = rng.uniform(0, 7, size=(pairs, case.num_rows)).astype(np.float32)
+    heads = Heads(jnp.asarray(projected, case.computed), jnp.cos(angles), jnp.sin(angles))
+    pool = case.pool(tables, starts, rng, spec.kv_scales)
+    kernel = PallasTpuAttention(_TUNINGS, _INTERPRET)
+    (out, pool_out), (expected, pool_expected) = (
+        jax.jit(lambda heads, pool, attention=attention: attend_heads(attention.prefill(batch), heads, pool, _LAYER, spec))(heads, pool)
+        for attention in (kernel, ReferenceAttention())
+    )
+    assert interpreter.races is None or not interpreter.races.races_found
+    np.testing.assert_allclose(_numbers(out)[..., :num_real], _numbers(expected)[..., :num_real], atol=case.tolerance, rtol=0)
+    assert not np.any(_numbers(out)[..., num_real:])
+    # A product with a cosine may be fused into a sum or not, so a rotated key may round to its neighbour.
+    last_place = {"float32": 2e-6, "bfloat16": 2.0**-6, "int8": 1.0}[case.stored]
+    np.testing.assert_allclose(_numbers(pool_out)[:, 1:], _numbers(pool_expected)[:, 1:], atol=last_place, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +284,7 @@ def test_tiles_cover_every_row_once_and_end_at_multiples(sequences: list[tuple[i
         ({"dtype": "float16"}, "float16"),
         ({"shape": (2, 9, 16, 6, 128), "dtype": "int8"}, "3 KV heads"),
         ({"shape": (2, 9, 16, 4, 192)}, "head_dim 192"),
+        ({"shape": (2, 9, 16, 4, 72)}, "head_dim 72"),
         ({"shape": (2, 9, 24, 4, 128)}, "24"),
         ({"tables": (512, 512)}, "262144"),
     ],
@@ -291,6 +330,8 @@ def test_the_schedule_of_a_loop_leaves_out_the_loops_inside_it(tmp_path: Path) -
     outer, inner = schedule.loops(program)
     assert (outer.bundles, outer.slots.salu, outer.slots.mxu) == (4, 3, 0)
     assert schedule.busiest([outer, inner]) == inner
+    short = inner._replace(bundles=1, slots=inner.slots._replace(mxu=1))  # busier for each bundle, and not where the work is
+    assert schedule.busiest([outer, inner, short]) == inner
     figures = schedule.figures(program, inner, scores=4000)
     assert figures.bundles_per_1000_scores == 0.5
     assert (figures.mxu, figures.valu, figures.eup, figures.fill) == (0.75, 0.5, 0.5, 0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from pdjax.router.fleet import Fleet, Health
 from pdjax.router.roster import Roster
 from pdjax.rpc import JOIN, decoder, encode
 from pdjax.worker.membership import RouterLink
+from tests.live import free_port
 from tests.test_router_fakes import LAYOUT, FakeWorker, worker_info
 
 INTERVAL_S = 0.02
@@ -81,12 +81,6 @@ async def raw_join(address: str) -> AsyncIterator[grpc.aio.StreamStreamCall]:
 async def say(call: grpc.aio.StreamStreamCall, message: MembershipMessage) -> RouterHello:
     await call.write(message)
     return await call.read()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:

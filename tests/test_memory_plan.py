@@ -73,6 +73,14 @@ def test_what_one_chip_holds_is_what_the_hand_works_out() -> None:
     assert plan.total == 61_920 + 10_240 + plan.transit + plan.state + plan.activations
 
 
+def test_a_tpu_pads_narrow_heads_in_the_pool_to_128_numbers_and_a_gpu_does_not() -> None:
+    on_gpu, on_tpu = (plan_memory(TOY, config_of(worker={"chip": chip}), "prefill") for chip in ("h100", "v6e"))
+    assert (on_gpu.pool, on_tpu.pool) == (10_240, 10_240 * 128 // 8)
+    assert on_tpu.transit == on_gpu.transit * 16
+    wide = plan_memory(TOY._replace(head_dim=128), config_of(worker={"chip": "v6e"}), "prefill")
+    assert wide.pool == on_tpu.pool
+
+
 def test_four_chips_hold_a_quarter_each_and_copies_of_the_two_kv_heads() -> None:
     plan = plan_memory(TOY, config_of(decode={"tensor_parallel": 4}), "decode")
     layer = 24 + (8 + 2 * 4) // 4 * 8 * 24 + 24 * 16 + 24 + 16 * 24 + 24 * 8
@@ -172,8 +180,8 @@ def test_check_refuses_what_does_not_fit_before_it_prints_anything() -> None:
 
 
 def test_check_refuses_a_model_that_cannot_be_split() -> None:
-    status, _, err = checked("--config", "configs/v5e-8.yaml", "--set", "decode.tensor_parallel=5")
-    assert (status, err) == (2, "error: tensor_parallel 5 does not divide 32 heads, 8 KV heads, an MLP of 14336\n")
+    status, _, err = checked("--config", "configs/v5e-8.yaml", "--set", "decode.tensor_parallel=3")
+    assert (status, err) == (2, "error: tensor_parallel 3 does not divide 32 heads, 8 KV heads, an MLP of 14336\n")
 
 
 def test_a_model_that_is_not_here_is_not_planned_and_says_so() -> None:

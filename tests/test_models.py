@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,10 +27,13 @@ from pdjax.kernels.xla import Tuning, XlaAttention
 from pdjax.models.model import Model
 from pdjax.models.shape import ModelShape, weight_specs
 from pdjax.protocol import Sampling
-from tests.model_kit import GOLDENS, Golden, golden_tensors, quick_compilation, read_golden, write_folder
+from tests.model_kit import GOLDENS, Golden, golden_tensors, read_golden, write_folder
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TOLERANCE = 1e-4
-"""Of log probabilities, the smallest of which are around -20. Both sides compute in float32, in different orders. Measured: at most 5.4e-5."""
+"""Of log probabilities, the smallest of which are around -20. Both sides compute in float32, in different orders. Measured: at most
+5.4e-5."""
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -48,12 +50,6 @@ CHUNKS = (23, 17)
 PAGES = [21, 3, 17, 5, 20, 1, 9, 14, 2, 22, 8, 11, 4, 19, 6, 13, 7, 10]
 CONTEXT_TOKENS = 128
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quick_compilation(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def load(golden: Golden, folder: Path) -> tuple[ModelShape, dict[str, np.ndarray]]:

@@ -49,7 +49,9 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 30.0
 SAMPLING = Sampling(max_tokens=5, logit_bias={3: -1.5}, stop_token_ids=(7,), seed=9)
 COMMANDS = [
-    LaunchPrefill([PrefillSeq(1, [4, 5, 6], 2, [8, 9], SAMPLING, None, range(0), []), PrefillSeq(0, [4], 0, [3], SAMPLING, 2, range(0, 1), [5])]),
+    LaunchPrefill(
+        [PrefillSeq(1, [4, 5, 6], 2, [8, 9], SAMPLING, None, range(0), []), PrefillSeq(0, [4], 0, [3], SAMPLING, 2, range(0, 1), [5])]
+    ),
     LaunchDecode([DecodeSeq(1, None, 5, [8, 9], SAMPLING, 3), DecodeSeq(0, 4, 1, [3], SAMPLING, 1)]),
     SetHistory(1, [1, 2], [3]),
     Gather([5, 6, 7]),

@@ -25,6 +25,8 @@ from pdjax.worker.prefill import prefill_seq
 from tests.engine_kit import CONFIG, SHAPE, dense_logprobs, make_engine, poison_pool, random_weights
 from tests.scheduler_harness import Cluster, FakeRows, expected_answer, prompt_logprob
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WEIGHTS = random_weights()
 TABLE = SHAPE.max_context_tokens // CONFIG.page_size
 TOLERANCE = 2e-4

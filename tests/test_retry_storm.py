@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from pdjax.protocol import Sampling
+from pdjax.scheduler.graces import Backoff
 from pdjax.simulation.engine import Cost
 from pdjax.simulation.process import Timeline
 from pdjax.simulation.scenario import NEVER, Delays, Job, LinkFaults, Policy, Scenario, SchedulerFaults, WorkCost, WorkerSize
@@ -28,6 +29,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 32, 6
 """On average; each varies by a half to either side."""
 JOIN_TICKS = 10
 LEAST_SHARE = 0.98
+NO_BACKOFF = Backoff(0.0, 0.0)
 
 
 class Storm(NamedTuple):
@@ -54,11 +56,13 @@ STORMS = (
 
 
 class Outcome(NamedTuple):
-    """`per_tick`: finished requests. `num_ahead`: pages held and forwards lost for requests that were ahead of their bootstrap."""
+    """`per_tick`: finished requests. `num_ahead`: pages held and forwards lost for requests that were ahead of their bootstrap, the latter
+    `num_lost` of them."""
 
     per_tick: float
     last_arrival: int
     num_ahead: int
+    num_lost: int
 
 
 def draw_jobs(storm: Storm) -> tuple[Job, ...]:
@@ -73,7 +77,7 @@ def draw_jobs(storm: Storm) -> tuple[Job, ...]:
     return tuple(jobs)
 
 
-def scenario(storm: Storm, retries: int, on_miss: str) -> Scenario:
+def scenario(storm: Storm, retries: int, on_miss: str, backoff: Backoff) -> Scenario:
     policy = Policy(
         page_size=PAGE,
         step_tokens=16,
@@ -90,6 +94,7 @@ def scenario(storm: Storm, retries: int, on_miss: str) -> Scenario:
         prefix_cache=True,
         max_attempts=1,
         is_recorded=False,
+        backoff=backoff,
     )
     longest_step = storm.decode.step + storm.decode_slots * storm.decode.token
     return Scenario(
@@ -107,14 +112,14 @@ def scenario(storm: Storm, retries: int, on_miss: str) -> Scenario:
 
 
 @cache
-def run(storm: Storm, retries: int, on_miss: str) -> Outcome:
+def run(storm: Storm, retries: int, on_miss: str, backoff: Backoff = NO_BACKOFF) -> Outcome:
     """All properties of the simulation hold as well: every answer is right, and whole at the first attempt."""
-    world = World(scenario(storm, retries, on_miss), Timeline(), NoTrace())
+    world = World(scenario(storm, retries, on_miss, backoff), Timeline(), NoTrace())
     tally = world.run()
     assert tally.outcomes == {"ok": NUM_JOBS}
     last_arrival, last_end = (max(ticks) for ticks in zip(*((call.job.at, call.ended_at) for call in world.calls), strict=True))
     num_ahead = tally.reached["held pages"] + tally.reached["optimistic retries"]
-    return Outcome(NUM_JOBS / (last_end - JOIN_TICKS), last_arrival, num_ahead)
+    return Outcome(NUM_JOBS / (last_end - JOIN_TICKS), last_arrival, num_ahead, tally.reached["optimistic retries"])
 
 
 @pytest.mark.parametrize("storm", STORMS, ids=lambda storm: storm.name)
@@ -133,6 +138,16 @@ def test_going_ahead_costs_no_throughput_at_ten_times_what_decode_admits(storm: 
     ahead = run(storm, retries, on_miss)
     assert ahead.num_ahead > NUM_JOBS / 4, "hardly anybody goes ahead"
     assert ahead.per_tick >= LEAST_SHARE * run(storm, 0, "park").per_tick
+
+
+@pytest.mark.parametrize("storm", [STORMS[0], STORMS[1], STORMS[3]], ids=lambda storm: storm.name)
+def test_backoff_saves_forwards_that_would_be_lost_and_costs_no_throughput(storm: Storm) -> None:
+    """Retries that follow each other at once are used up long before decode has a slot."""
+    backoff = Backoff(10 * storm.service_ticks, 100 * storm.service_ticks)
+    spaced, at_once = (run(storm, 3, "retry", each) for each in (backoff, NO_BACKOFF))
+    assert at_once.num_lost > NUM_JOBS, "hardly anybody is retried twice"
+    assert spaced.num_lost < 0.8 * at_once.num_lost
+    assert spaced.per_tick >= LEAST_SHARE * run(storm, 0, "park").per_tick
 
 
 def test_a_bootstrapped_prompt_does_not_wait_for_one_that_is_half_computed_ahead() -> None:

@@ -27,6 +27,8 @@ from pdjax.engine.sampling import (
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, History, extend_history
 from pdjax.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 VOCAB, SLOTS, ROWS = 150, 4, 3
 PADDING_SLOT = SLOTS
 

@@ -176,6 +176,40 @@ def test_a_retracted_sequence_is_not_fetched_twice():
         assert cluster.link.rooms[request.room].num_sent_pages <= -(-len(request.prompt) // PAGE)
 
 
+@pytest.mark.parametrize("old_leaves", [False, True])
+@pytest.mark.parametrize("length", [7, 13])
+def test_a_sequence_that_is_retracted_while_its_last_chunk_is_in_flight_gets_the_same_answer(length, old_leaves):
+    """The result of that chunk comes when the sequence waits or, where the older one leaves, is computed again: it is dropped."""
+    prompts = {"old": prompt_of(9, 1), "young": prompt_of(length, 2)}
+    num_hits = 0
+    for arrival in range(10, 45):
+        cluster = Cluster(page_size=1, decode_pages=46, step_tokens=2, slots=2, reserve=1)
+        cluster.d.depth = 4
+        cluster.submit(cluster.request("old", prompts["old"], 34, local=True))
+        for _ in range(arrival):
+            cluster.tick()
+        cluster.submit(cluster.request("young", prompts["young"], 12, local=True))
+        num_retractions = 0
+        while ("young", "decode") not in cluster.ends:
+            cluster.tick()
+            if cluster.decode.num_retractions > num_retractions and _last_chunk_is_in_flight(cluster, "young"):
+                num_hits += 1
+                if old_leaves:
+                    cluster.decode.abort("old")
+            num_retractions = cluster.decode.num_retractions
+        cluster.run()
+        assert cluster.answer("young") == expected_answer(prompts["young"], 12)
+        answer = cluster.answer("old")
+        assert answer == expected_answer(prompts["old"], 34)[: len(answer) if old_leaves else None]
+        cluster.assert_nothing_held()
+    assert num_hits, "no retraction met a last chunk in flight"
+
+
+def _last_chunk_is_in_flight(cluster, name):
+    chunks = [part for kind, parts, _ in cluster.d.in_flight if kind == "prefill" for part in parts]
+    return any(part.is_last and part.seq.answer.request_id == name for part in chunks)
+
+
 def test_a_sequence_larger_than_the_pool_is_rejected_with_both_numbers():
     cluster = Cluster(decode_pages=8, prefill_pages=64)
     cluster.submit(cluster.request("a", prompt_of(10), 100, local=True))

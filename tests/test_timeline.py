@@ -215,11 +215,10 @@ def test_the_waiting_time_of_a_retry_starts_anew():
     cluster.submit(cluster.request("a", prompt_of(20), 5), decode_delay=60)
     cluster.run()
     prefill, _ = answered(cluster)
-    assert names(prefill)[:6] == ["bootstrap_queue", "waiting", "forward", "waiting", "forward", "bootstrap_queue"]
-    assert names(prefill)[6:] == ["waiting", "forward", "delivering"]
+    assert names(prefill) == [*["bootstrap_queue", "waiting", "forward"] * 3, "delivering"]
     assert pages(prefill, "retries") == 2
     assert max(took(prefill, "waiting")) <= 2
-    assert took(prefill, "bootstrap_queue")[1] > 40
+    assert took(prefill, "bootstrap_queue")[1] <= 4 and took(prefill, "bootstrap_queue")[2] > 40
 
 
 def test_a_cached_prefix_is_seen_to_leave_before_its_step_is_computed():

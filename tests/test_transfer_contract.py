@@ -348,6 +348,7 @@ def test_a_prefix_that_is_no_multiple_of_the_page_size_is_turned_down_before_any
     [
         ("page_size", 16, 4),
         ("kv_dtype", "bfloat16", "float32"),
+        ("kv_scales", "xxh3:0", ""),
         ("num_kv_heads", 1, 2),
         ("model_fingerprint", "other", "tiny"),
         ("num_layers", 30, 3),

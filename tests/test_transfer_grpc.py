@@ -223,7 +223,9 @@ def test_a_data_connection_that_cannot_be_made_fails_its_room(
 
 
 @pytest.mark.parametrize("greeting", [b"", b"pdjaxkv1" + bytes(8), b"GET / HTTP/1.1\r\n\r\n", b"pdjaxkv1" + (77).to_bytes(8, "big")])
-def test_a_stranger_on_the_data_port_is_turned_away_and_disturbs_nobody(rig: GrpcRig, caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
+def test_a_stranger_on_the_data_port_is_turned_away_and_disturbs_nobody(
+    rig: GrpcRig, caplog: pytest.LogCaptureFixture, greeting: bytes
+) -> None:
     sender, receiver = rig.pair()
     with socket.create_connection(("127.0.0.1", int(rig.listener.address.rpartition(":")[2])), timeout=WAIT_S) as stranger:
         stranger.sendall(greeting)

@@ -1,7 +1,7 @@
-"""Pages out of and into the pool on NVIDIA GPUs, in Pallas on Triton, with the chunk's checksum taken in the same pass.
+"""Pages out of and into the pool on NVIDIA GPUs, in Pallas on Triton; where asked for, the chunk's checksum is taken in the same pass.
 
 What a layer has of a page is one run of `page_size * 2 * K * D` elements, in the pool and in the chunk, so a block of threads copies
-one run, piece by piece, and writes what it adds to the two sums of the checksum; XLA adds those up:
+one run, piece by piece, and may write what it adds to the two sums of the checksum; XLA adds those up:
 
     pool, as runs [layers * pages, E]        chunk, as runs [n * layers, E]
       run l * pages + pages[i]     ------>     run i * layers + l        block of threads (i, l)
@@ -14,7 +14,9 @@ Installing is the same with both ends exchanged, into the pool that it was given
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,49 +40,60 @@ def why_not(pool: jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
-def gather(pool: jax.Array, pages: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Pages int32[n] of every layer as one chunk [n, layers, page_size, 2 * K, D], and its `chunk_checksum` uint32[2]."""
+def gather(pool: jax.Array, pages: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Pages int32[n] of every layer as one chunk [n, layers, page_size, 2 * K, D]."""
     num_layers, num_pages, *page = pool.shape
-    chunk = (len(pages), num_layers, *page)
-    runs = _runs(pool)
-    out, sums = pl.pallas_call(
-        functools.partial(_gather_kernel, num_pages),
-        grid=(len(pages), num_layers),
-        in_specs=[_WHOLE, _WHOLE],
-        out_specs=[_WHOLE, _WHOLE],
-        out_shape=[
-            jax.ShapeDtypeStruct((len(pages) * num_layers, runs.shape[1]), pool.dtype),
-            jax.ShapeDtypeStruct((len(pages), num_layers, 2), jnp.uint32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
-        interpret=interpret,
-        name="gather_pages",
-    )(pages, runs)
-    return out.reshape(chunk), jnp.sum(sums, axis=(0, 1), dtype=jnp.uint32)
+    grid, runs = (len(pages), num_layers), _runs(pool)
+    out = _chunk_runs(pool, pages)
+    [chunk] = _launch("gather_pages", functools.partial(_gather_kernel, num_pages), grid, [out], interpret)(pages, runs)
+    return chunk.reshape(*grid, *page)
 
 
-def install(pool: jax.Array, pages: jax.Array, chunk: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The pool, taken over, with row i of the chunk in page `pages[i]`, and the chunk's `chunk_checksum` uint32[2].
+def install(pool: jax.Array, pages: jax.Array, chunk: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """The pool, taken over, with row i of the chunk in page `pages[i]`. Only page 0 may be named more than once; it then holds anything."""
+    grid, runs = chunk.shape[:2], _runs(pool)
+    out = jax.ShapeDtypeStruct(runs.shape, runs.dtype)
+    [pool_runs] = _launch("install_pages", functools.partial(_install_kernel, pool.shape[1]), grid, [out], interpret)(pages, runs, _runs(chunk))
+    return pool_runs.reshape(pool.shape)
 
-    Only page 0 may be named more than once; it then holds anything.
-    """
+
+def gather_summed(pool: jax.Array, pages: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """What `gather` gives, and its `chunk_checksum` uint32[2]."""
     num_layers, num_pages, *page = pool.shape
-    runs = _runs(pool)
-    out, sums = pl.pallas_call(
-        functools.partial(_install_kernel, num_pages),
-        grid=(len(pages), num_layers),
-        in_specs=[_WHOLE, _WHOLE, _WHOLE],
-        out_specs=[_WHOLE, _WHOLE],
-        out_shape=[
-            jax.ShapeDtypeStruct(runs.shape, pool.dtype),
-            jax.ShapeDtypeStruct((len(pages), num_layers, 2), jnp.uint32),
-        ],
-        input_output_aliases={1: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
-        interpret=interpret,
-        name="install_pages",
-    )(pages, runs, _runs(chunk))
-    return out.reshape(pool.shape), jnp.sum(sums, axis=(0, 1), dtype=jnp.uint32)
+    grid, runs = (len(pages), num_layers), _runs(pool)
+    outputs = [_chunk_runs(pool, pages), _sums(grid)]
+    chunk, sums = _launch("gather_summed_pages", functools.partial(_gather_summed_kernel, num_pages), grid, outputs, interpret)(pages, runs)
+    return chunk.reshape(*grid, *page), jnp.sum(sums, axis=(0, 1), dtype=jnp.uint32)
+
+
+def install_summed(pool: jax.Array, pages: jax.Array, chunk: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """What `install` gives, and the chunk's `chunk_checksum` uint32[2]."""
+    grid, runs = chunk.shape[:2], _runs(pool)
+    outputs = [jax.ShapeDtypeStruct(runs.shape, runs.dtype), _sums(grid)]
+    kernel = functools.partial(_install_summed_kernel, pool.shape[1])
+    pool_runs, sums = _launch("install_summed_pages", kernel, grid, outputs, interpret)(pages, runs, _runs(chunk))
+    return pool_runs.reshape(pool.shape), jnp.sum(sums, axis=(0, 1), dtype=jnp.uint32)
+
+
+def _launch(
+    name: str, kernel: Callable[..., None], grid: tuple[int, ...], outputs: list[jax.ShapeDtypeStruct], interpret: bool
+) -> Callable[..., Any]:
+    """Called with the page numbers and either the pool, or the pool, which is given away for the first result, and a chunk."""
+
+    def run(pages: jax.Array, *arrays: jax.Array) -> Any:
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[_WHOLE] * (1 + len(arrays)),
+            out_specs=[_WHOLE] * len(outputs),
+            out_shape=outputs,
+            input_output_aliases={1: 0} if len(arrays) == 2 else {},
+            compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(pages, *arrays)
+
+    return run
 
 
 def _runs(kv: jax.Array) -> jax.Array:
@@ -88,34 +101,85 @@ def _runs(kv: jax.Array) -> jax.Array:
     return kv.reshape(kv.shape[0] * kv.shape[1], -1)
 
 
-def _gather_kernel(num_pages: int, pages_ref: Any, pool_ref: Any, chunk_ref: Any, sums_ref: Any) -> None:
-    """pages_ref int32[n], pool_ref [layers * pages, E], chunk_ref [n * layers, E], sums_ref uint32[n, layers, 2]."""
-    row, layer = pl.program_id(0), pl.program_id(1)
-    in_pool, in_chunk = layer * num_pages + pages_ref[row], row * pl.num_programs(1) + layer
-    _move_and_sum(pool_ref, in_pool, chunk_ref, in_chunk, in_chunk, sums_ref)
+def _chunk_runs(pool: jax.Array, pages: jax.Array) -> jax.ShapeDtypeStruct:
+    num_layers, _, *page = pool.shape
+    return jax.ShapeDtypeStruct((len(pages) * num_layers, math.prod(page)), pool.dtype)
 
 
-def _install_kernel(num_pages: int, pages_ref: Any, before_ref: Any, chunk_ref: Any, pool_ref: Any, sums_ref: Any) -> None:
-    """before_ref is pool_ref; the rest as in `_gather_kernel`."""
+def _sums(grid: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*grid, 2), jnp.uint32)
+
+
+class _Run(NamedTuple):
+    """A page of a layer, in the pool or in the chunk."""
+
+    ref: Any  # [runs, E]
+    index: jax.Array
+
+    @property
+    def size(self) -> int:
+        return self.ref.shape[1]
+
+
+def _in_pool(num_pages: int, pages_ref: Any, pool_ref: Any) -> _Run:
+    """The run that a block of threads is for: pages_ref int32[n], pool_ref [layers * num_pages, E]."""
+    return _Run(pool_ref, pl.program_id(1) * num_pages + pages_ref[pl.program_id(0)])
+
+
+def _in_chunk(chunk_ref: Any) -> _Run:
+    """The same in the chunk [n * layers, E]."""
+    return _Run(chunk_ref, pl.program_id(0) * pl.num_programs(1) + pl.program_id(1))
+
+
+def _gather_kernel(num_pages: int, pages_ref: Any, pool_ref: Any, chunk_ref: Any) -> None:
+    _move(_in_pool(num_pages, pages_ref, pool_ref), _in_chunk(chunk_ref))
+
+
+def _install_kernel(num_pages: int, pages_ref: Any, before_ref: Any, chunk_ref: Any, pool_ref: Any) -> None:
+    """before_ref is pool_ref."""
     del before_ref
-    row, layer = pl.program_id(0), pl.program_id(1)
-    in_pool, in_chunk = layer * num_pages + pages_ref[row], row * pl.num_programs(1) + layer
-    _move_and_sum(chunk_ref, in_chunk, pool_ref, in_pool, in_chunk, sums_ref)
+    _move(_in_chunk(chunk_ref), _in_pool(num_pages, pages_ref, pool_ref))
 
 
-def _move_and_sum(source_ref: Any, source: jax.Array, target_ref: Any, target: jax.Array, in_chunk: jax.Array, sums_ref: Any) -> None:
-    """Copy run `source` to run `target`; the sums are those of run `in_chunk` of the chunk."""
-    size = source_ref.shape[1]
+def _gather_summed_kernel(num_pages: int, pages_ref: Any, pool_ref: Any, chunk_ref: Any, sums_ref: Any) -> None:
+    """sums_ref uint32[n, layers, 2]."""
+    in_chunk = _in_chunk(chunk_ref)
+    _move_and_sum(_in_pool(num_pages, pages_ref, pool_ref), in_chunk, in_chunk.index, sums_ref)
+
+
+def _install_summed_kernel(num_pages: int, pages_ref: Any, before_ref: Any, chunk_ref: Any, pool_ref: Any, sums_ref: Any) -> None:
+    """As `_install_kernel` and `_gather_summed_kernel`."""
+    del before_ref
+    in_chunk = _in_chunk(chunk_ref)
+    _move_and_sum(in_chunk, _in_pool(num_pages, pages_ref, pool_ref), in_chunk.index, sums_ref)
+
+
+def _move(source: _Run, target: _Run) -> None:
+    def piece(j: jax.Array, carry: None) -> None:
+        _copy_piece(source, target, j)
+
+    jax.lax.fori_loop(0, pl.cdiv(source.size, _PIECE), piece, None)
+
+
+def _move_and_sum(source: _Run, target: _Run, in_chunk: jax.Array, sums_ref: Any) -> None:
+    """As `_move`; the sums are those of run `in_chunk` of the chunk."""
+    size = source.size
 
     def piece(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = j * _PIECE + jnp.arange(_PIECE, dtype=jnp.int32)
-        is_inside = at < size
-        kv = plgpu.load(source_ref.at[source, at], mask=is_inside)
-        plgpu.store(target_ref.at[target, at], kv, mask=is_inside)
+        kv, at = _copy_piece(source, target, j)
         positions = in_chunk.astype(jnp.uint32) * jnp.uint32(size) + at.astype(jnp.uint32)
-        added = (jnp.where(is_inside, more, jnp.uint32(0)) for more in mixed_words(words_of(kv), positions))
+        added = (jnp.where(at < size, more, jnp.uint32(0)) for more in mixed_words(words_of(kv), positions))
         return tuple(total + jnp.sum(more, dtype=jnp.uint32) for total, more in zip(sums, added, strict=True))
 
     sums = jax.lax.fori_loop(0, pl.cdiv(size, _PIECE), piece, (jnp.uint32(0), jnp.uint32(0)))
     for k in range(2):
         sums_ref[pl.program_id(0), pl.program_id(1), k] = sums[k]
+
+
+def _copy_piece(source: _Run, target: _Run, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Copy piece j; returns it, and where its elements stand in the run."""
+    at = j * _PIECE + jnp.arange(_PIECE, dtype=jnp.int32)
+    is_inside = at < source.size
+    kv = plgpu.load(source.ref.at[source.index, at], mask=is_inside)
+    plgpu.store(target.ref.at[target.index, at], kv, mask=is_inside)
+    return kv, at

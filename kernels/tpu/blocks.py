@@ -54,6 +54,45 @@ def load_words_interpreted(block: jax.Ref, i: int) -> jax.Array:
     return pltpu.bitcast(block[:, i * packing : (i + 1) * packing, :], jnp.uint32)[:, 0]
 
 
+StoreWords = Callable[[jax.Ref, int, jax.Array], None]
+"""(block [tokens, rows, lanes], i, words [tokens, lanes]): the reverse of `LoadWords`."""
+
+
+def join_head(block: jax.Ref, head: int, keys: jax.Array, values: jax.Array, store: StoreWords) -> None:
+    """Put float32 keys and values [D, tokens] of a KV head into a block `[D / lanes, tokens, 2 * K, lanes]` of 16 or 32 bits."""
+    if block.dtype.itemsize == 4:
+        for i, entry in enumerate((keys, values)):
+            _store_parts(block, 2 * head + i, pltpu.bitcast(entry, jnp.uint32), store)
+        return
+    low, high = (pltpu.bitcast(entry.astype(block.dtype).astype(jnp.float32), jnp.uint32) for entry in (keys, values))
+    _store_parts(block, head, (low >> 16) | high, store)
+
+
+def _store_parts(block: jax.Ref, i: int, words: jax.Array, store: StoreWords) -> None:
+    """words [D, tokens] become the i-th word of every token."""
+    by_token = pltpu.bitcast(pltpu.bitcast(words, jnp.int32).T, jnp.uint32)
+    parts, _, _, lanes = block.shape
+    for part in range(parts):
+        store(block.at[part], i, by_token[:, part * lanes : (part + 1) * lanes])
+
+
+def store_words(block: jax.Ref, i: int, words: jax.Array) -> None:
+    """A strided store, where Mosaic has one."""
+    view = block.bitcast(jnp.uint32)
+    tokens, rows, lanes = view.shape
+    tile = min(_SUBLANES, pl.next_power_of_2(rows))
+    if rows % tile:
+        view[:, i, :] = words
+        return
+    view.reshape(tokens * rows, lanes)[pl.ds(i, tokens, stride=rows), :] = words
+
+
+def store_words_interpreted(block: jax.Ref, i: int, words: jax.Array) -> None:
+    """The same by a plain store."""
+    packing = 4 // block.dtype.itemsize
+    block[:, i * packing : (i + 1) * packing, :] = pltpu.bitcast(words[:, None, :], block.dtype)
+
+
 def _split_lanes(block: jax.Ref, head: int, load: LoadWords) -> tuple[jax.Array, jax.Array]:
     """`split_head` of a block [tokens, rows, lanes]."""
     if block.dtype.itemsize == 4:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pdjax.kernels.tpu.attend import MASKED
 from pdjax.kernels.tpu.blocks import (
     LANES,
     LoadWords,
@@ -33,7 +34,7 @@ from pdjax.kernels.tpu.blocks import (
     token_of_row,
 )
 from pdjax.kernels.tpu.paging import Block, Into, Pages, start_fetch, wait_fetch
-from pdjax.kernels.tpu.ragged_paged_attention import MASKED, Options
+from pdjax.kernels.tpu.step import Options
 from pdjax.kernels.tpu.tuning import DecodeTuning
 
 

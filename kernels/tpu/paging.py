@@ -6,6 +6,8 @@ fetched by one DMA a page into one of the two halves of a VMEM buffer.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,7 +41,8 @@ class Pages(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Block `index` of a sequence of which positions below `end` are held. Pages behind those are neither read nor waited for."""
+    """Block `index` of a sequence of which positions below `end` are held. What lies behind those is neither read nor waited for: somebody
+    may be writing there."""
 
     sequence: jax.Array
     index: jax.Array
@@ -49,43 +52,57 @@ class Block(NamedTuple):
 def start_fetch(pages: Pages, block: Block, into: Into) -> None:
     """Start to copy the pages of a block."""
     num_parts, tokens, _, lanes = into.vmem.shape
-    in_block = tokens // pages.page_size
+    page_size, in_block = pages.page_size, tokens // pages.page_size
+    num_held = block.end - block.index * tokens
 
-    def start_page(i: jax.Array | int) -> None:
-        page = pages.page(block.sequence, block.index * in_block + i)
+    def start_run(i: jax.Array | int, offset: jax.Array | int, size: int) -> None:
+        run = pages.page(block.sequence, block.index * in_block + i).at[pl.ds(offset, size)]
         for part in range(num_parts):
-            source = page.at[:, :, pl.ds(part * lanes, lanes)] if num_parts > 1 else page
-            target = _rows_in_use(pages, into).at[part, pl.ds(i * pages.page_size, pages.page_size)]
+            source = run.at[:, :, pl.ds(part * lanes, lanes)] if num_parts > 1 else run
+            target = _rows_in_use(pages, into).at[part, pl.ds(i * page_size + offset, size)]
             pltpu.make_async_copy(source, target, into.sem).start()
 
-    @pl.when(_num_held(pages, block, in_block) == in_block)
+    @pl.when(num_held >= tokens)
     def whole() -> None:
         for i in range(in_block):
-            start_page(i)
+            start_run(i, 0, page_size)
 
-    @pl.when(_num_held(pages, block, in_block) < in_block)
+    @pl.when(num_held < tokens)
     def some() -> None:
-        jax.lax.fori_loop(0, _num_held(pages, block, in_block), lambda i, _: start_page(i), None)
+        num_pages, rest = num_held // page_size, num_held % page_size
+        jax.lax.fori_loop(0, num_pages, lambda i, _: start_run(i, 0, page_size), None)
+        _by_runs(rest, page_size, functools.partial(start_run, num_pages))
 
 
 def wait_fetch(pages: Pages, block: Block, into: Into) -> None:
-    """Wait for all pages of one `start_fetch`. The semaphore counts bytes, so one wait does for a whole block."""
-    in_block = into.vmem.shape[1] // pages.page_size
+    """Wait for all copies of one `start_fetch`. The semaphore counts bytes, so one wait does for a whole block."""
+    tokens, page_size = into.vmem.shape[1], pages.page_size
     target = _rows_in_use(pages, into)
+    num_held = block.end - block.index * tokens
 
-    @pl.when(_num_held(pages, block, in_block) == in_block)
-    def whole() -> None:
-        pltpu.make_async_copy(target, target, into.sem).wait()
+    def wait(size: int) -> None:
+        some = target.at[:, pl.ds(0, size)]
+        pltpu.make_async_copy(some, some, into.sem).wait()
 
-    @pl.when(_num_held(pages, block, in_block) < in_block)
+    pl.when(num_held >= tokens)(lambda: wait(tokens))
+
+    @pl.when(num_held < tokens)
     def some() -> None:
-        page = target.at[:, pl.ds(0, pages.page_size)]
-        copy = pltpu.make_async_copy(page, page, into.sem)
-        jax.lax.fori_loop(0, _num_held(pages, block, in_block), lambda i, _: copy.wait(), None)
+        jax.lax.fori_loop(0, num_held // page_size, lambda i, _: wait(page_size), None)
+        _by_runs(num_held % page_size, page_size, lambda _, size: wait(size))
 
 
-def _num_held(pages: Pages, block: Block, in_block: int) -> jax.Array:
-    return jnp.minimum(pl.cdiv(block.end, pages.page_size) - block.index * in_block, in_block)
+def _by_runs(count: jax.Array, page_size: int, run: Callable[[jax.Array, int], None]) -> None:
+    """`run(offset, size)` for the first `count` < `page_size` slots of a page.
+
+    The loop has one trip, or none: behind a branch, all this would count, and be scheduled, as part of the loop over blocks.
+    """
+
+    def all_runs(_trip: jax.Array, _carry: None) -> None:
+        for offset, size in _powers_of_two(count, page_size - 1):
+            pl.when(count & size != 0)(functools.partial(run, offset, size))
+
+    jax.lax.fori_loop(0, jnp.minimum(count, 1), all_runs, None)
 
 
 def _rows_in_use(pages: Pages, into: Into) -> jax.Ref:
@@ -94,41 +111,51 @@ def _rows_in_use(pages: Pages, into: Into) -> jax.Ref:
 
 
 class Rows(NamedTuple):
-    """Rows of a step that become the keys and values at consecutive positions of one sequence."""
+    """Rows that become the keys and values at consecutive positions of one sequence."""
 
-    first_row: jax.Array
     sequence: jax.Array
     position: jax.Array
     count: jax.Array
 
 
-def start_write(pages: Pages, rows: Rows, max_rows: int, kv_hbm: jax.Ref, sem: jax.Ref) -> None:
-    """Start to copy rows of `kv_hbm` [T, 2 * K, D] into their pages. `rows.count` is at most `max_rows`."""
-    page_size = pages.page_size
-    first_page = rows.position // page_size
-    for i in range(-(-max_rows // page_size) + 1):
+class Source(NamedTuple):
+    """Where such rows lie: the first one is row `first` of `rows`."""
+
+    rows: jax.Ref  # [parts, any number, 2 * K, D / parts]
+    first: jax.Array
+    max_count: int
+
+
+def start_write(pages: Pages, rows: Rows, source: Source, sem: jax.Ref) -> None:
+    """Start to copy rows into their pages. `rows.count` is at most `source.max_count`."""
+    page_size, first_page = pages.page_size, rows.position // pages.page_size
+    num_parts, lanes = source.rows.shape[0], source.rows.shape[3]
+
+    def start_run(page: jax.Ref, begin: jax.Array, size: int) -> None:
+        run = page.at[pl.ds(begin % page_size, size)]
+        for part in range(num_parts):
+            target = run.at[:, :, pl.ds(part * lanes, lanes)] if num_parts > 1 else run
+            at = source.first + begin - rows.position
+            pltpu.make_async_copy(source.rows.at[part, pl.ds(at, size)], target, sem).start()
+
+    for i in range(-(-source.max_count // page_size) + 1):
         begin = jnp.maximum(rows.position, (first_page + i) * page_size)
         end = jnp.minimum(rows.position + rows.count, (first_page + i + 1) * page_size)
-        source_row = rows.first_row + begin - rows.position
         page = pages.page(rows.sequence, jnp.minimum(first_page + i, pages.pages_per_sequence - 1))
 
         @pl.when(begin < end)
-        def write_page(begin=begin, end=end, source_row=source_row, page=page) -> None:
+        def write_page(begin=begin, end=end, page=page) -> None:
             for offset, size in _powers_of_two(end - begin, page_size):
-
-                @pl.when((end - begin) & size != 0)
-                def write_run(offset=offset, size=size) -> None:
-                    source = kv_hbm.at[pl.ds(source_row + offset, size)]
-                    pltpu.make_async_copy(source, page.at[pl.ds(begin % page_size + offset, size)], sem).start()
+                pl.when((end - begin) & size != 0)(functools.partial(start_run, page, begin + offset, size))
 
 
-def wait_write(rows: Rows, max_rows: int, kv_hbm: jax.Ref, sem: jax.Ref) -> None:
+def wait_write(rows: Rows, source: Source, sem: jax.Ref) -> None:
     """Wait for all rows of one `start_write`."""
-    for _, size in _powers_of_two(rows.count, min(max_rows, kv_hbm.shape[0])):
+    for _, size in _powers_of_two(rows.count, min(source.max_count, source.rows.shape[1])):
 
         @pl.when(rows.count & size != 0)
         def wait_run(size=size) -> None:
-            some = kv_hbm.at[pl.ds(0, size)]
+            some = source.rows.at[:, pl.ds(0, size)]
             pltpu.make_async_copy(some, some, sem).wait()
 
 

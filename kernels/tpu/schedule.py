@@ -103,8 +103,22 @@ def figures(program: Program, loop: Region, scores: int) -> Figures:
 
 
 def busiest(regions: Sequence[Region]) -> Region:
-    """The loop in which the matrix unit has most to do for each bundle."""
-    return max(regions, key=lambda region: region.slots.mxu / region.bundles)
+    """The loop in which the matrix unit has most to do for each bundle, of those that do most: not one that ends a tile."""
+    most = max(region.slots.mxu for region in regions)
+    return max((region for region in regions if 2 * region.slots.mxu >= most), key=lambda region: region.slots.mxu / region.bundles)
+
+
+def masked(regions: Sequence[Region]) -> Region:
+    """The loop that comes next after the busiest one: blocks with masks."""
+    hot = busiest(regions)
+    return busiest([region for region in regions if region != hot])
+
+
+def once_a_tile(regions: Sequence[Region], num_kv_heads: int) -> int:
+    """Bundles of a tile outside its loops over blocks: of the grid step, and of loops without products, which run once for each KV head."""
+    depth = busiest(regions).depth
+    around = sum(region.bundles for region in regions if region.depth < depth)
+    return around + num_kv_heads * sum(region.bundles for region in regions if region.depth == depth and not region.slots.mxu)
 
 
 def _newest(dump: Path, pattern: str) -> Path:

@@ -32,7 +32,8 @@ class _Entry(NamedTuple):
     decode_block_tokens: int
 
 
-_MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 512
+_MIN_TILE_ROWS, _MAX_TILE_ROWS = 128, 512
+"""Tiles are whole registers of rows, 128 lanes."""
 _DEFAULT = _Entry(4096, 512, 512)
 _VMEM_LIMITS = {"v5e": 100 << 20, "v5p": 56 << 20, "v6e": 100 << 20, "7x": 56 << 20}
 
@@ -59,5 +60,6 @@ def tunings_for(chip: str, head_dim: int, dtype: jnp.dtype, num_heads: int) -> T
     entry = _ENTRIES.get(key, _DEFAULT)
     limit = _VMEM_LIMITS.get(chip, min(_VMEM_LIMITS.values()))
     rows = 1 << max(entry.tile_queries // num_heads, 1).bit_length() - 1
-    prefill = PrefillTuning(min(max(rows, _MIN_TILE_ROWS), _MAX_TILE_ROWS), entry.block_tokens, limit)
+    too_many = max(_MIN_TILE_ROWS // rows, 1)  # the scores of a block take the same room then
+    prefill = PrefillTuning(min(max(rows, _MIN_TILE_ROWS), _MAX_TILE_ROWS), max(entry.block_tokens // too_many, 128), limit)
     return Tunings(prefill, DecodeTuning(entry.decode_block_tokens, limit))

@@ -222,7 +222,7 @@ def storm_mode(retries: int) -> str:
 
 def kv_bytes_per_token(config: Config) -> int:
     """Of the whole model: K and V of every layer."""
-    return _shape(config.model.source).kv_bytes_per_token({"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[config.kv_dtype])
+    return _shape(config.model.source).kv_bytes_per_token({"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}[config.kv_dtype])
 
 
 @functools.cache

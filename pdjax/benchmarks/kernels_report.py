@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from pdjax.benchmarks.kernels_target import CHIPS
+
 Record = dict[str, Any]
 
 PREFILL, DECODE = "ragged_paged_attention", "paged_decode_attention"
+PRODUCT, STEP = "product", "step"
 GOAL_CHIP, MAX_SPILL_SHARE = "v6e", 0.02
+MAX_BYTES_BESIDE = 1 << 20
 BUNDLE_GOALS = {128: 3.0, 64: 3.5}
 """Bundles per 1,000 scores of bfloat16 prefill on v6e, by head_dim."""
 STEP_GOALS = {1: 0.75, 4: 0.65}
@@ -35,26 +39,39 @@ class Grid(NamedTuple):
     note: str = ""
 
 
-def with_shares(chips: dict[str, Record]) -> list[Record]:
+def assembled(records: Iterable[Record]) -> Record:
+    """The report, of the records of all jobs."""
+    found = list(records)
+    tpu = [record for record in found if record["target"] in CHIPS]
+    kernels = [record for record in tpu if record["kernel"] not in (PRODUCT, STEP)]
+    steps = with_shares(kernels, [record for record in tpu if record["kernel"] in (PRODUCT, STEP)])
+    gpu = [record for record in found if record["target"] not in CHIPS]
+    return {"goals": goals(kernels, steps), "tpu": kernels, "steps": steps, "gpu": gpu}
+
+
+def with_shares(kernels: Sequence[Record], products_and_steps: Iterable[Record]) -> list[Record]:
     """The steps of every chip, each with the cycles of its attention kernels and its share of the reference rate (prefill) or of the memory's
     bandwidth (decode)."""
+    found = list(products_and_steps)
+    references = {record["target"]: record for record in found if record["kernel"] == PRODUCT}
     steps = []
-    for found in (found for found in chips.values() if found["steps"]):
-        reference = found["steps"][0]["reference_operations_per_cycle"]
-        per_score = {kernel["kernel"]: kernel for kernel in found["kernels"] if _is_main(kernel)}
-        for step in found["steps"][1:]:
-            steps.append(step if "reason" in step else step | _shares(step, reference, per_score, found["bytes_per_cycle"]))
+    for step in (record for record in found if record["kernel"] == STEP):
+        main = {kernel["kernel"]: kernel for kernel in kernels if kernel["target"] == step["target"] and _is_main(kernel)}
+        reference = references.get(step["target"], {}).get("reference_operations_per_cycle")
+        if "reason" not in step and (reference is None or len(main) < len((PREFILL, DECODE))):
+            step = step | {"reason": "without figures of the kernels and of the product that it is held against"}
+        steps.append(step if "reason" in step else step | _shares(step, reference, main, CHIPS[step["target"]].bytes_per_cycle))
     return steps
 
 
 def _is_main(kernel: Record) -> bool:
-    return kernel["head_dim"] == 128 and kernel["dtype"] == "bfloat16" and "reason" not in kernel
+    return kernel["kernel"] in (PREFILL, DECODE) and kernel["head_dim"] == 128 and kernel["dtype"] == "bfloat16" and "reason" not in kernel
 
 
 def _shares(step: Record, reference: float, kernels: dict[str, Record], bytes_per_cycle: float) -> Record:
     kind = step["work"][0]
     if kind == "prefill":
-        kernel_cycles = step["scores"] * kernels[PREFILL]["bundles_per_1000_scores"] / 1000
+        kernel_cycles = _prefill_cycles(step, kernels[PREFILL])
     else:
         kernel = kernels[DECODE]
         kernel_cycles = step["kv_bytes"] / bytes_per_cycle * max(1.0, kernel["bundles_per_page"] / kernel["dma_cycles_per_page"])
@@ -63,7 +80,21 @@ def _shares(step: Record, reference: float, kernels: dict[str, Record], bytes_pe
     return {"kernel_cycles": kernel_cycles, "total_cycles": total, "share": least / total}
 
 
-def goals(kernels: Iterable[Record], steps: Iterable[Record]) -> list[Record]:
+def _prefill_cycles(step: Record, kernel: Record) -> float:
+    """What scores take in the loop without masks; and for each tile the half of a block that it computes in vain, the masks of its last block,
+    and what happens once a tile."""
+    num_tiles = step["query_rows"] / kernel["query_rows"]
+    a_tile = kernel["masked_bundles"] - kernel["bundles"] / 2 + kernel["tile_bundles"]
+    return step["scores"] * kernel["bundles_per_1000_scores"] / 1000 + num_tiles * a_tile
+
+
+def _moving_pages(kernels: Iterable[Record]) -> list[Record]:
+    """The kernels for pages that compiled for the chip of the goals."""
+    own = [kernel for kernel in kernels if kernel["target"] == GOAL_CHIP and "reason" not in kernel]
+    return [kernel for kernel in own if kernel["kernel"] not in (PREFILL, DECODE)]
+
+
+def goals(kernels: Sequence[Record], steps: Iterable[Record]) -> list[Record]:
     """What was asked for, and whether it holds."""
     found = []
     for kernel in kernels:
@@ -76,8 +107,10 @@ def goals(kernels: Iterable[Record], steps: Iterable[Record]) -> list[Record]:
         if kernel["kernel"] == DECODE:
             what = f"{GOAL_CHIP} decode, head_dim {kernel['head_dim']}: bundles a page, against the cycles of its bytes"
             found.append(_goal(what, kernel["bundles_per_page"], kernel["dma_cycles_per_page"]))
+    if beside := [kernel["temp_bytes"] for kernel in _moving_pages(kernels)]:
+        found.append(_goal(f"{GOAL_CHIP} pages: bytes beside pool and chunk, which would be a copy", max(beside), MAX_BYTES_BESIDE))
     for step in steps:
-        if step["chip"] == GOAL_CHIP and "reason" not in step and step["work"][0] == "prefill":
+        if step["target"] == GOAL_CHIP and "reason" not in step and step["work"][0] == "prefill":
             width = step["tensor_parallel"]
             what = f"{GOAL_CHIP} prefill step of Llama-3-8B, {width} chip{'s' * (width > 1)}: share of one large product's rate"
             found.append(_goal(what, step["share"], STEP_GOALS[width], at_least=True))
@@ -93,6 +126,7 @@ def grids(report: Record) -> Iterator[Grid]:
     yield _goal_grid(report["goals"])
     for kernel, title in ((PREFILL, "TPU, prefill"), (DECODE, "TPU, decode")):
         yield _kernel_grid(title, [record for record in report["tpu"] if record["kernel"] == kernel])
+    yield _page_grid([record for record in report["tpu"] if record["kernel"] not in (PREFILL, DECODE)])
     yield _step_grid(report["steps"])
     yield _gpu_grid(report["gpu"])
 
@@ -119,13 +153,26 @@ def _kernel_row(record: Record) -> tuple[str, ...]:
     return (*head, f"{record['rows']} x {record['block_tokens']}", f"{record['bundles_per_1000_scores']:.2f}", *shares, *page)
 
 
+def _page_grid(records: Sequence[Record]) -> Grid:
+    columns = ("chip", "kernel", "head_dim", "pool", "bundles / page", "cycles of its bytes", "VALU", "bytes beside pool and chunk")
+    rows = []
+    for record in records:
+        head = (record["target"], record["kernel"], str(record["head_dim"]), record["dtype"])
+        if "reason" in record:
+            rows.append((*head, record["reason"], "", "", ""))
+            continue
+        page = (f"{record['bundles_per_page']:.0f}", f"{record['dma_cycles_per_page']:.0f}", _percent(record["valu"]))
+        rows.append((*head, *page, f"{record['temp_bytes']:,}"))
+    return Grid("TPU, pages", columns, rows, "8 KV heads, pages of 64 tokens, of one layer; its bytes come in and go out.")
+
+
 def _step_grid(steps: Sequence[Record]) -> Grid:
     parts = ("projections", "MLP", "attention", "rest")
     columns = ("chip", "chips", "step", "context", *parts, "kernel", "total, 10^6 cycles", "share", "collectives, overlapped", "GiB a chip", "pool copies")
     rows = []
     for step in steps:
         kind, num_rows, context = step["work"]
-        head = (step["chip"], str(step["tensor_parallel"]), f"{kind}, {num_rows:,} rows", f"{context:,}")
+        head = (step["target"], str(step["tensor_parallel"]), f"{kind}, {num_rows:,} rows", f"{context:,}")
         if "reason" in step:
             rows.append((*head, step["reason"], *[""] * 9))
             continue
@@ -162,8 +209,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
 
 
-def print_grids(console: Console, report: Record) -> None:
-    for grid in grids(report):
+def print_grids(console: Console, found: Iterable[Grid]) -> None:
+    for grid in found:
         table = Table(title=grid.title, title_justify="left")
         for column in grid.columns:
             table.add_column(column)

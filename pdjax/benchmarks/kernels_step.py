@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from pdjax.benchmarks.kernels_target import Chip, devices, tracing_for
 from pdjax.engine.mesh import Chips, chips_for
 from pdjax.engine.steps import Pieces, StepDimensions, decode_layout, make_decode, make_prefill, prefill_layout
+from pdjax.kernels.dispatch import pool_format
 from pdjax.kernels.tpu.attention import PallasTpuAttention
 from pdjax.kernels.tpu.tuning import tunings_for
 from pdjax.models.model import Model
@@ -62,8 +63,8 @@ class Work(NamedTuple):
 class StepEstimate(NamedTuple):
     """Cycles of one chip for all layers, by part, without the attention kernel, and what else the compiled program says.
 
-    `operations`: floating-point operations of one chip, `scores`: attention scores of one chip, all layers. `pool_copies`: copies of the
-    pool in the program; there are none where it is updated in place.
+    `operations`: floating-point operations of one chip; `scores`: attention scores of one chip, all layers; `query_rows`: rows of their
+    matrices. `pool_copies`: copies of the pool in the program; there are none where it is updated in place.
     """
 
     chip: str
@@ -74,6 +75,7 @@ class StepEstimate(NamedTuple):
     num_overlapped: int
     operations: float
     scores: float
+    query_rows: float
     weight_bytes: float
     kv_bytes: float
     memory_bytes: int
@@ -100,6 +102,7 @@ def estimate_step(chip: Chip, shape: ModelShape, tensor_parallel: int, work: Wor
         num_overlapped=collectives["started"],
         operations=_operations(shape, work) / tensor_parallel,
         scores=_scores(shape, work) / tensor_parallel,
+        query_rows=shape.num_layers * shape.num_heads * work.rows / tensor_parallel,
         weight_bytes=layer_weights(shape) * dtype.itemsize / tensor_parallel,
         kv_bytes=shape.kv_bytes_per_token(dtype.itemsize) * work.rows * work.context / tensor_parallel if work.kind == "decode" else 0.0,
         memory_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -126,11 +129,10 @@ def _compile_layers(chip: Chip, chips: Chips, shape: ModelShape, work: Work, num
     ends = {path: weight for path, weight in weights.items() if not specs[path].is_layered}
     pieces, begin_args = _pieces(model, attention, dims, work)
     x, rows = jax.tree.map(lambda leaf: _at(leaf, chips.replicated), jax.eval_shape(pieces.begin, ends, *begin_args))
-    pool = jax.ShapeDtypeStruct(
-        (shape.num_layers, num_pages, PAGE_SIZE, 2 * chips.num_pool_heads, shape.head_dim), dtype, sharding=chips.pool
-    )
+    lies = pool_format(chips.pool, "tpu")
+    pool = jax.ShapeDtypeStruct((shape.num_layers, num_pages, PAGE_SIZE, 2 * chips.num_pool_heads, shape.head_dim), dtype, sharding=lies)
     run = chips.over_chips(pieces.layers, {name: spec.of_one_layer() for name, spec in layers.items()})
-    jitted = jax.jit(run, donate_argnums=(2, 3), out_shardings=(chips.replicated, chips.pool))
+    jitted = jax.jit(run, donate_argnums=(2, 3), out_shardings=(chips.replicated, lies))
     first = jax.ShapeDtypeStruct((), jnp.int32, sharding=chips.replicated)
     return jitted.lower({name: weights[f"layers/{name}"] for name in layers}, first, x, pool, rows).compile()
 

@@ -30,6 +30,11 @@ class Chip(NamedTuple):
     memory_gib: int
     kernel_name: str  # as the tuning tables of the kernels know it
 
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of its memory."""
+        return self.bandwidth_gbytes / self.clock_ghz
+
 
 CHIPS = {
     chip.name: chip

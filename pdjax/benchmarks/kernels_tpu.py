@@ -1,13 +1,12 @@
-"""The TPU kernels, compiled for a chip, and what their schedules say. A process of its own a chip:
+"""The TPU kernels, compiled for a chip, and what their schedules say; and whole steps. A process of its own a chip:
 
-    python -m pdjax.benchmarks.kernels_tpu CHIP DUMP OUT.json [--quick]
+    python -m pdjax.benchmarks.kernels_tpu CHIP JOBS.json DUMP
 
-with `kernels_target.environment` set. Prints a line of progress a program.
+with `kernels_target.environment` set; `kernels_jobs` runs it.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,103 +15,177 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from pdjax.benchmarks import kernels_step as step
+from pdjax.benchmarks.kernels_jobs import Job, Record, work_on
+from pdjax.benchmarks.kernels_report import DECODE, PREFILL, PRODUCT, STEP
 from pdjax.benchmarks.kernels_target import CHIPS, Chip, devices, tracing_for
 from pdjax.kernels.base import AttentionSpec, DecodeBatch, PrefillBatch
+from pdjax.kernels.dispatch import pool_format
+from pdjax.kernels.pages import tpu as pages
 from pdjax.kernels.tpu.attention import PallasTpuAttention, unsupported
-from pdjax.kernels.tpu.schedule import busiest, figures, loops, read_program
-from pdjax.kernels.tpu.tuning import tunings_for
+from pdjax.kernels.tpu.schedule import Program, Region, busiest, figures, loops, masked, once_a_tile, read_program
+from pdjax.kernels.tpu.tuning import DecodeTuning, PrefillTuning, Tunings, tunings_for
 
 HEADS, KV_HEADS = 32, 8
-POOLS = {64: ("bfloat16", "int8", "float8_e4m3fn"), 128: ("bfloat16", "int8", "float8_e4m3fn", "float32"), 256: ("bfloat16",)}
-"""Dtypes of the pool, by head_dim."""
-CHUNK_ROWS, CONTEXT, SEQUENCES = 2048, 8192, 8
-PREFILL, DECODE = step.KERNELS
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float32")
+"""Of the pool."""
+CHUNK_ROWS, CONTEXT, SEQUENCES, LAYERS, CHUNK_PAGES = 2048, 8192, 8, 2, 16
+PAGE_KERNELS = {
+    "gather_pages": pages.gather,
+    "install_pages": pages.install,
+    "gather_summed_pages": pages.gather_summed,
+    "install_summed_pages": pages.install_summed,
+}
 STEP_CHIPS = ("v5e", "v6e")
-STEPS = (
-    (1, step.Work("prefill", CHUNK_ROWS, CONTEXT)),
-    (4, step.Work("prefill", CHUNK_ROWS, CONTEXT)),
-    (1, step.Work("decode", 64, 1024)),
-    (4, step.Work("decode", 64, 1024)),
-)
+STEPS = tuple((width, work) for work in (step.Work("prefill", CHUNK_ROWS, CONTEXT), step.Work("decode", 64, 1024)) for width in (1, 4))
+
+_KERNEL_SOURCES = ("kernels/base.py", "kernels/heads.py", "kernels/dispatch.py", "benchmarks/kernels_tpu.py", "benchmarks/kernels_target.py")
+_ATTENTION_SOURCES = ("kernels/tpu/[!t]*.py",)  # all but the tuning table: a case names its sizes
+_PAGE_SOURCES = ("kernels/pages", "kernels/tpu/schedule.py")
+_STEP_SOURCES = ("benchmarks/kernels_step.py", "kernels", "models", "engine")
 
 
 class Case(NamedTuple):
-    """One program with one attention kernel."""
+    """One program with one kernel. `sizes`: of a block of attention: rows of a tile (1 for decode), positions of a block, limit of VMEM in
+    bytes. Pages have none."""
 
     kernel: str
     head_dim: int
     dtype: str  # of the pool
+    sizes: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        sizes = f" {self.sizes[0]} x {self.sizes[1]}" if self.sizes else ""
+        return f"{self.kernel} head_dim {self.head_dim} {self.dtype}{sizes}"
 
 
-def cases(is_quick: bool) -> Iterator[Case]:
-    """Every program, or one a kernel."""
+def table_case(chip: Chip, kernel: str, head_dim: int, dtype: str) -> Case:
+    """Attention in the sizes of the tuning table."""
+    prefill, decode = tunings_for(chip.kernel_name, head_dim, jnp.dtype(dtype), HEADS)
+    rows, tuning = (prefill.tile_rows, prefill) if kernel == PREFILL else (1, decode)
+    return Case(kernel, head_dim, dtype, (rows, tuning.block_tokens, tuning.vmem_limit_bytes))
+
+
+def cases(chip: Chip, is_quick: bool) -> Iterator[Case]:
+    """Both attention kernels with every entry of the tuning table, and those for pages with every width that they differ for; or one of each
+    attention kernel, and one for pages with narrow heads, whose pool XLA would copy unless told how it lies."""
+    if is_quick:
+        yield from (table_case(chip, kernel, 128, "bfloat16") for kernel in (PREFILL, DECODE))
+        yield Case("install_pages", 64, "bfloat16")
+        return
     for kernel in (PREFILL, DECODE):
-        for head_dim, dtypes in {128: ("bfloat16",)}.items() if is_quick else POOLS.items():
-            yield from (Case(kernel, head_dim, dtype) for dtype in dtypes)
+        yield from (table_case(chip, kernel, head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES)
+    for kernel in PAGE_KERNELS:
+        yield from (Case(kernel, head_dim, dtype) for head_dim, dtype in ((64, "bfloat16"), (128, "bfloat16"), (128, "int8")))
 
 
-def kernel_figures(chip: Chip, case: Case, dump: Path) -> dict[str, Any]:
-    """Compile the case and read its schedule. `reason` says why there are no figures."""
-    record = {"target": chip.name, **case._asdict()}
-    pool, tables = _pool(chip, case), jax.ShapeDtypeStruct((SEQUENCES, CONTEXT // step.PAGE_SIZE), jnp.int32)
-    tunings = tunings_for(chip.kernel_name, case.head_dim, jnp.dtype(case.dtype), HEADS)
-    if reason := unsupported(pool, tables, tunings):
-        return record | {"reason": reason}
+def job(chip: Chip, case: Case) -> Job:
+    sources = (*_KERNEL_SOURCES, *(_PAGE_SOURCES if case.kernel in PAGE_KERNELS else _ATTENTION_SOURCES))
+    return Job(chip.name, chip.name, f"{chip.name} {case}", case._asdict(), sources)
+
+
+def jobs(chip: Chip, is_quick: bool) -> Iterator[Job]:
+    """Every kernel, and where the chip has some, the reference rate and the steps."""
+    yield from (job(chip, case) for case in cases(chip, is_quick))
+    if is_quick or chip.name not in STEP_CHIPS:
+        return
+    yield Job(chip.name, chip.name, f"{chip.name} one large product", {"kernel": PRODUCT}, _STEP_SOURCES[:1])
+    for width, work in STEPS:
+        if step.layer_weights(step.LLAMA_3_8B) * 2 / width > chip.memory_gib << 30:
+            continue  # the weights do not fit
+        case = {"kernel": STEP, "tensor_parallel": width, "work": list(work)}
+        yield Job(chip.name, chip.name, f"{chip.name} {work.kind} step of Llama-3-8B, {width} chips", case, _STEP_SOURCES)
+
+
+def result(chip: Chip, case: Record, dump: Path) -> Record:
+    """What a job of `jobs` finds. Raises what the compiler raises, and ValueError for what no kernel supports."""
+    if case["kernel"] == PRODUCT:
+        return {"reference_operations_per_cycle": step.reference_rate(chip)}
+    if case["kernel"] == STEP:
+        work = step.Work(*case["work"])
+        num_pages = work.rows * work.context // step.PAGE_SIZE if work.kind == "decode" else 1024
+        return step.estimate_step(chip, step.LLAMA_3_8B, case["tensor_parallel"], work, num_pages)._asdict()
     shutil.rmtree(dump, ignore_errors=True)
-    try:
-        with tracing_for(chip):
-            compiled = _lowered(chip, case, PallasTpuAttention(tunings)).compile()
-    except Exception as error:  # what the compiler raises, of many kinds, is the result
-        return record | {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    known = Case(**case)
+    return page_figures(chip, known, dump) if known.kernel in PAGE_KERNELS else attention_figures(chip, known, dump)
+
+
+def attention_figures(chip: Chip, case: Case, dump: Path) -> Record:
+    """Compile the case and read its schedule."""
+    assert case.sizes is not None, case
+    rows, block_tokens, limit = case.sizes
+    tunings = Tunings(PrefillTuning(max(rows, step.PAGE_SIZE), block_tokens, limit), DecodeTuning(block_tokens, limit))
+    tables = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT // step.PAGE_SIZE), jnp.int32)
+    if reason := unsupported(_pool(chip, case), tables, tunings):
+        raise ValueError(reason)
+    with tracing_for(chip):
+        compiled = _lowered(chip, case, PallasTpuAttention(tunings)).compile()
     program = read_program(dump, case.kernel)
-    loop = busiest(loops(program))
-    tokens = tunings.prefill.block_tokens if case.kernel == PREFILL else tunings.decode.block_tokens
-    rows = tunings.prefill.tile_rows if case.kernel == PREFILL else 1
-    found = figures(program, loop, HEADS * rows * tokens)
-    page_bytes = step.PAGE_SIZE * 2 * KV_HEADS * case.head_dim * jnp.dtype(case.dtype).itemsize
-    return record | {
+    regions = loops(program)
+    found = figures(program, busiest(regions), HEADS * rows * block_tokens)
+    a_tile = {"masked_bundles": masked(regions).bundles, "tile_bundles": once_a_tile(regions, KV_HEADS)} if case.kernel == PREFILL else {}
+    return {
+        "query_rows": HEADS * rows,
+        **a_tile,
         "rows": rows,
-        "block_tokens": tokens,
+        "block_tokens": block_tokens,
         **found._asdict(),
-        "bundles_per_page": found.bundles * step.PAGE_SIZE / tokens,
-        "dma_cycles_per_page": page_bytes / (chip.bandwidth_gbytes / chip.clock_ghz),
+        "bundles_per_page": found.bundles * step.PAGE_SIZE / block_tokens,
+        **_page_bound(chip, case, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
 
-def step_estimates(chip: Chip) -> Iterator[dict[str, Any]]:
-    """Llama-3-8B's steps over one chip and over four, where the weights fit. The first record is the reference rate."""
-    yield {"reference_operations_per_cycle": step.reference_rate(chip)}
-    for tensor_parallel, work in STEPS:
-        weights = step.layer_weights(step.LLAMA_3_8B) * 2 / tensor_parallel
-        if weights > chip.memory_gib << 30:
-            continue
-        num_pages = work.rows * work.context // step.PAGE_SIZE if work.kind == "decode" else 1024
-        try:
-            yield step.estimate_step(chip, step.LLAMA_3_8B, tensor_parallel, work, num_pages)._asdict()
-        except Exception as error:  # as above
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            yield {"chip": chip.name, "tensor_parallel": tensor_parallel, "work": work, "reason": reason}
+def page_figures(chip: Chip, case: Case, dump: Path) -> Record:
+    """As `attention_figures`. Its loop moves one layer of a page."""
+    pool, numbers = _pool(chip, case), _abstract(chip, (CHUNK_PAGES,), "int32")
+    arguments = [pool, numbers]
+    is_install = case.kernel.startswith("install")
+    if is_install:
+        arguments.append(_abstract(chip, (CHUNK_PAGES, LAYERS, *pool.shape[2:]), case.dtype))
+    out: Any = _pool_format(chip) if is_install else SingleDeviceSharding(devices(chip)[0])
+    if "summed" in case.kernel:
+        out = (out, SingleDeviceSharding(devices(chip)[0]))
+    with tracing_for(chip):
+        run = jax.jit(PAGE_KERNELS[case.kernel], donate_argnums=0 if is_install else (), out_shardings=out)
+        compiled = run.lower(*arguments).compile()
+    program = read_program(dump, case.kernel)
+    found = figures(program, _innermost(program), 1)
+    return {
+        **found._asdict(),
+        "bundles_per_1000_scores": None,
+        "bundles_per_page": found.bundles,
+        **_page_bound(chip, case, 2),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def _innermost(program: Program) -> Region:
+    return max(loops(program), key=lambda region: (region.depth, region.bundles))
+
+
+def _page_bound(chip: Chip, case: Case, passes: int) -> dict[str, float]:
+    """Cycles that a page of one layer needs to pass `passes` times between HBM and the chip."""
+    page_bytes = step.PAGE_SIZE * 2 * KV_HEADS * case.head_dim * jnp.dtype(case.dtype).itemsize
+    return {"dma_cycles_per_page": passes * page_bytes / chip.bytes_per_cycle}
 
 
 def main() -> None:
-    chip, dump, out, is_quick = CHIPS[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] == ["--quick"]
-    kernels = []
-    for case in cases(is_quick):
-        print(f"{chip.name} {case.kernel} head_dim {case.head_dim} {case.dtype}", flush=True)
-        kernels.append(kernel_figures(chip, case, dump))
-    steps = []
-    for record in () if is_quick or chip.name not in STEP_CHIPS else step_estimates(chip):
-        print(f"{chip.name} step {len(steps)}", flush=True)
-        steps.append(record)
-    out.write_text(json.dumps({"kernels": kernels, "steps": steps}))
+    chip, todo, dump = CHIPS[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3])
+    work_on(todo, lambda case: result(chip, case, dump))
 
 
 def _pool(chip: Chip, case: Case) -> jax.ShapeDtypeStruct:
-    return _abstract(chip, (2, 1024, step.PAGE_SIZE, 2 * KV_HEADS, case.head_dim), case.dtype)
+    shape = (LAYERS, 1024, step.PAGE_SIZE, 2 * KV_HEADS, case.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype), sharding=_pool_format(chip))
+
+
+def _pool_format(chip: Chip) -> Format:
+    return pool_format(SingleDeviceSharding(devices(chip)[0]), "tpu")
 
 
 def _abstract(chip: Chip, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -144,7 +217,8 @@ def _lowered(chip: Chip, case: Case, attention: PallasTpuAttention) -> jax.stage
         _abstract(chip, (rows, 2 * KV_HEADS, case.head_dim), compute),
         _abstract(chip, (2 * KV_HEADS,), "float32"),
     )
-    return jax.jit(attend, donate_argnums=1).lower(batch, *arrays)
+    out = (SingleDeviceSharding(devices(chip)[0]), _pool_format(chip))
+    return jax.jit(attend, donate_argnums=1, out_shardings=out).lower(batch, *arrays)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pdjax.checkpoints.parts import aligned_empty
 from pdjax.models.shape import ModelShape, weight_specs
+
+Restore = Callable[[int | None, Mapping[str, Any]], dict[str, Any]]
+"""(a layer, or None for weights that are not stacked; JAX shardings by path of a piece, as `pdjax.models.pieces` cuts weights) -> JAX arrays.
+This package does without JAX."""
 
 Report = Callable[[int, int], None]
 """Progress: called with (units done, units in all); a unit is a weight, or one layer of a weight that is stacked."""
@@ -63,6 +67,13 @@ class Checkpoint(abc.ABC):
 
         Values are rounded to the dtype of `target`. What is read of a file at a time is small beside a layer.
         """
+
+    def restorer(self, dtype: np.dtype) -> Restore | None:
+        """What brings weights straight to devices, each of which reads the part that it holds; None where the host has to read them.
+
+        What it returns raises ValueError naming the file where one is damaged.
+        """
+        return None
 
     def load_weights(self, dtype: np.dtype, report: Report) -> dict[str, np.ndarray]:
         """Every weight of `weight_specs(self.shape)`, by path, each in one C-contiguous array aligned to 64 bytes.

@@ -20,7 +20,7 @@ class Naming(NamedTuple):
 
     @classmethod
     def of(cls, architecture: str) -> Naming:
-        return cls(architecture == "llama", architecture == "phi3")
+        return cls(architecture in ("llama", "smollm3"), architecture == "phi3")
 
 
 def parts_of(shape: ModelShape, naming: Naming) -> Iterator[Part]:

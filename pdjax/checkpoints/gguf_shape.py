@@ -12,13 +12,16 @@ import numpy as np
 
 from pdjax.checkpoints.gguf_file import GgufFile
 from pdjax.checkpoints.metadata import Metadata
-from pdjax.models.rope import long_rope_magnitude, plain_frequencies, table_of, yarn_frequencies, yarn_magnitude
+from pdjax.models.rope import long_rope_magnitude, plain_frequencies, still_table, table_of, yarn_frequencies, yarn_magnitude
 from pdjax.models.shape import NO_WINDOW, Experts, ModelShape, RopeTable
 
 LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by the embedding's share of a head instead of head_dim."""
 
 GEMMA3_LOCAL_THETA = 10000.0
+
+SMOLLM3_STILL_INTERVAL = 4
+"""Of so many layers of SmolLM3 the last has no rotary embedding."""
 
 
 class Header:
@@ -125,6 +128,17 @@ def _llama(header: Header, shape: ModelShape) -> ModelShape:
     return shape._replace(family="mixtral", experts=_experts(header, shape.ffn_dim, are_normed=True))
 
 
+def _smollm3(header: Header, shape: ModelShape) -> ModelShape:
+    are_still = [(layer + 1) % SMOLLM3_STILL_INTERVAL == 0 for layer in range(shape.num_layers)]
+    tables = (_first_table(shape), still_table(shape.head_dim))
+    return shape._replace(rope_tables=tables, layer_ropes=tuple(int(is_still) for is_still in are_still))
+
+
+def _first_table(shape: ModelShape) -> RopeTable:
+    """The plain one too, which a model with one table does without."""
+    return shape.rope_tables[0] if shape.rope_tables else table_of(plain_frequencies(shape.rope_theta, shape.head_dim))
+
+
 def _experts(header: Header, ffn_dim: int, are_normed: bool) -> Experts:
     experts = Experts(header.positive("expert_count"), header.positive("expert_used_count"), ffn_dim, are_normed)
     if experts.num_active > experts.num_experts:
@@ -166,13 +180,12 @@ def _gemma2(header: Header, shape: ModelShape) -> ModelShape:
 def _gemma3(header: Header, shape: ModelShape) -> ModelShape:
     window = header.optional("attention.sliding_window", 1024)
     are_sliding = [(layer + 1) % 6 != 0 for layer in range(shape.num_layers)]
-    table = shape.rope_tables[0] if shape.rope_tables else table_of(plain_frequencies(shape.rope_theta, shape.head_dim))
     local = table_of(plain_frequencies(header.optional("rope.freq_base_swa", GEMMA3_LOCAL_THETA), shape.head_dim))
     return shape._replace(
         family="gemma3",
         attention_scale=_gemma_scale("gemma3", shape),
         layer_windows=tuple(window if is_sliding else NO_WINDOW for is_sliding in are_sliding),
-        rope_tables=(table, local),
+        rope_tables=(_first_table(shape), local),
         layer_ropes=tuple(int(is_sliding) for is_sliding in are_sliding),
     )
 
@@ -184,6 +197,7 @@ def _gemma_scale(family: str, shape: ModelShape) -> float:
 
 _READERS: Mapping[str, Callable[[Header, ModelShape], ModelShape]] = {
     "llama": _llama,
+    "smollm3": _smollm3,
     "qwen2": _family("qwen2"),
     "qwen3": _family("qwen3"),
     "gemma2": _gemma2,

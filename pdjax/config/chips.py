@@ -11,11 +11,15 @@ _GPU_SHARE = 0.75
 """What JAX takes of a GPU at start, unless the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
 
 
+_TPU_LANES = 128
+
+
 class ChipMemory(NamedTuple):
-    """`memory_gib`: on the chip. `share`: of it, what programs get."""
+    """`memory_gib`: on the chip. `share`: of it, what programs get. `lanes`: a row of an array takes a multiple of so many numbers."""
 
     memory_gib: float
     share: float
+    lanes: int = 1
 
     @property
     def usable_bytes(self) -> int:
@@ -25,10 +29,10 @@ class ChipMemory(NamedTuple):
 ChipName = Literal["v4", "v5e", "v5p", "v6e", "a100-40gb", "a100-80gb", "h100", "h200"]
 
 CHIPS: dict[ChipName, ChipMemory] = {
-    "v4": ChipMemory(32, _TPU_SHARE),
-    "v5e": ChipMemory(16, _TPU_SHARE),
-    "v5p": ChipMemory(95, _TPU_SHARE),
-    "v6e": ChipMemory(32, _TPU_SHARE),
+    "v4": ChipMemory(32, _TPU_SHARE, _TPU_LANES),
+    "v5e": ChipMemory(16, _TPU_SHARE, _TPU_LANES),
+    "v5p": ChipMemory(95, _TPU_SHARE, _TPU_LANES),
+    "v6e": ChipMemory(32, _TPU_SHARE, _TPU_LANES),
     "a100-40gb": ChipMemory(39.4, _GPU_SHARE),
     "a100-80gb": ChipMemory(79.1, _GPU_SHARE),
     "h100": ChipMemory(79.1, _GPU_SHARE),

@@ -62,13 +62,18 @@ class BatchesConfig(Section):
 
 class WorkerConfig(Section):
     host: str = Field("127.0.0.1", description="address that a worker's gRPC server binds to")
-    port: int = Field(0, ge=0, le=65535, description="port of a worker's gRPC server; 0 takes any free one")
+    port: int = Field(
+        0, ge=0, le=65535, description="port of a worker's gRPC server, further ranks take those behind it; 0 takes any free ones"
+    )
     advertise_host: str | None = Field(None, description="address under which others reach this worker; default: worker.host")
     router: str | None = Field(None, description="HOST:PORT to register at; default: router.control_host and router.control_port")
     heartbeat_interval_s: float = Field(0.5, gt=0, description="time between two signs of life to the router")
     max_queue: int = Field(128, ge=1, description="sequences that may wait on one worker; beyond that the worker refuses")
     chip: ChipName | None = Field(
         None, description="what a worker's devices are, so that what does not fit their memory is refused before anything is loaded"
+    )
+    num_chips: int | None = Field(
+        None, ge=1, description="how many devices a worker process sees, so that ranks that need more are refused before anything is loaded"
     )
     num_hosts: int = Field(1, ge=1, description="processes, each on a machine of its own, that run one worker together")
     host_index: int = Field(0, ge=0, description="which of them this process is; 0 leads: it schedules, and others reach the worker there")
@@ -89,6 +94,9 @@ class PrefillConfig(Section):
     count: int = Field(1, ge=0, description="prefill workers that `--role all` starts")
     device: int = Field(0, ge=0, description="index of the first JAX device for prefill when one process holds both roles")
     tensor_parallel: int = Field(1, ge=1, description="devices of one prefill worker, which share every layer")
+    data_parallel: int = Field(
+        1, ge=1, description="ranks of one prefill process: engines on tensor_parallel devices each, and each a worker of its own to others"
+    )
 
 
 class DecodeConfig(Section):
@@ -97,13 +105,26 @@ class DecodeConfig(Section):
         None, ge=0, description="index of the first JAX device for decode when one process holds both roles; default: the one behind prefill's"
     )
     tensor_parallel: int = Field(1, ge=1, description="devices of one decode worker, which share every layer; may differ from prefill's")
+    data_parallel: int = Field(
+        1, ge=1, description="ranks of one decode process: engines on tensor_parallel devices each, and each a worker of its own to others"
+    )
 
 
 class EngineConfig(Section):
     page_size: int = Field(16, ge=1, description="tokens a KV page")
     num_pages: int = Field(768, ge=4, description="pages of the KV pool of one worker")
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = Field(
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "int8"] = Field(
         "auto", description="dtype of the KV pool and of KV on its way; both sides must agree. auto: that of model.dtype"
+    )
+    kv_scales: str | None = Field(
+        None,
+        description="file with the scales of an int8 pool (`python -m pdjax.kv_scales`), the same for all workers; null: each worker finds them "
+        "from the weights",
+    )
+    weights_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+        "auto",
+        description="dtype that the large matrices are stored in; arithmetic stays in model.dtype. int8: with a scale for each output channel. "
+        "auto: model.dtype",
     )
     max_running: int = Field(16, ge=1, description="sequences that hold a request slot at the same time")
     max_prefill_seqs: int = Field(8, ge=1, description="sequences that share one prefill step")
@@ -201,6 +222,28 @@ class Config(Section):
     def kv_dtype(self) -> str:
         """Of the KV pool."""
         return self.model.dtype if self.engine.kv_dtype == "auto" else self.engine.kv_dtype
+
+    @property
+    def weights_dtype(self) -> str:
+        """Of the large matrices, as they are stored."""
+        return self.model.dtype if self.engine.weights_dtype == "auto" else self.engine.weights_dtype
+
+    def workers(self, role: Literal["prefill", "decode"]) -> PrefillConfig | DecodeConfig:
+        """What is said of the workers of `role`."""
+        return self.prefill if role == "prefill" else self.decode
+
+    @model_validator(mode="after")
+    def _ranks_find_their_chips(self) -> Config:
+        """Of worker processes. The Python API, whose one process holds both roles, counts JAX's devices."""
+        there = self.worker.num_chips
+        for role in ("prefill", "decode"):
+            width, number = self.workers(role).tensor_parallel, self.workers(role).data_parallel
+            if there is not None and width * number > there * self.worker.num_hosts:
+                raise ValueError(
+                    f"{role}.data_parallel {number} with {role}.tensor_parallel {width} takes {width * number} chips, "
+                    f"worker.num_chips is {there}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> Config:

@@ -24,7 +24,7 @@ from pdjax.engine.pages import padded_pages, padded_rows
 from pdjax.engine.sampling import Sampled, SamplerRow, pack_rows
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS
 from pdjax.engine.steps import Rows, pack_decode, pack_prefill, pack_scores
-from pdjax.engine.weights import Weights
+from pdjax.engine.weights import PlacedWeights, Weights
 from pdjax.kernels.base import Attention
 from pdjax.models.shape import ModelShape
 from pdjax.protocol import MAX_TOP_LOGPROBS
@@ -76,6 +76,11 @@ class Engine:
             self._state = self._library.new_state()
 
     @property
+    def weights(self) -> PlacedWeights:
+        """For engines on other devices, as many as here."""
+        return self._library.weights
+
+    @property
     def chunk_sharding(self) -> jax.sharding.Sharding:
         """Where gathered pages lie, and pages to install belong."""
         return self._library.chips.chunk
@@ -89,6 +94,10 @@ class Engine:
     def compilations_after_warm_up(self) -> int:
         """Compilations on behalf of this engine since `warm_up` returned, fetches from the persistent cache included. Stays 0."""
         return self._counter.count - self._count_when_warm
+
+    def kv_scales_digest(self) -> str:
+        """Of the scales of the pool; empty where its dtype has none. KV means the same to another engine only where theirs is equal."""
+        return "" if self._library.kv_scales is None else self._library.kv_scales.digest
 
     def compiled_programs(self) -> dict[ProgramKey, jax.stages.Compiled]:
         """What has been compiled so far, for those who want to look at cost or memory."""

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
 from pdjax.config.environment import attention_override
 from pdjax.config.schema import EngineConfig
 from pdjax.engine.compilation import ALL_PROGRAMS, ProgramKey, Programs
+from pdjax.engine.kv_scales import KVScales, find_scales, read_scales, scales_spec, with_scales
 from pdjax.engine.mesh import Placement, chips_for
 from pdjax.engine.packing import Field, PackedLayout
-from pdjax.engine.pages import gather_pages, install_pages
 from pdjax.engine.sampling import Sampled, count_tokens, greedy, log_probabilities, sample, sampler_layout
 from pdjax.engine.state import HISTORY_CHUNK_TOKENS, DeviceState, History, extend_history, new_state
 from pdjax.engine.steps import SCORE_LAYOUT, Pieces, StepDimensions, decode_layout, make_decode, make_prefill, make_score, prefill_layout
 from pdjax.engine.weights import LayerGroup, Weights, place_weights
 from pdjax.kernels.base import BITS_OF_FLOAT, Attention, same_bits
-from pdjax.kernels.dispatch import Setting, choose_attention
+from pdjax.kernels.dispatch import Setting, choose_attention, choose_pages, pool_format
 from pdjax.models.layers import Params
-from pdjax.models.model import Model
+from pdjax.models.model import KV_SCALES, Model
 from pdjax.models.shape import ModelShape, weight_specs
 
 _CPU_GROUPS = {"prefill_layers": 1, "decode_layers": 5}
@@ -50,10 +52,18 @@ class Library:
     ):
         self.chips = chips_for(shape, placement)
         self._config = config
-        self.weights = place_weights(shape, weights, dtype, self.chips, by_layer=self.chips.platform == "cpu")
+        self._kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(config.kv_dtype)
+        self.kv_scales = _scales_of_file(shape, config, self._kv_dtype)
+        weights_dtype = dtype if config.weights_dtype == "auto" else jnp.dtype(config.weights_dtype)
+        self.weights = place_weights(shape, weights, dtype, self.chips, self.chips.platform == "cpu", weights_dtype)
         self._layer_specs = {
             path.removeprefix("layers/"): spec.of_one_layer() for path, spec in weight_specs(shape).items() if spec.is_layered
         }
+        if self._kv_dtype == jnp.int8 and self.kv_scales is None:
+            self.kv_scales = find_scales(shape, self.weights, self.chips, self._layer_specs)
+        if self.kv_scales is not None:
+            self.weights = with_scales(self.weights, self.kv_scales, self.chips)
+            self._layer_specs[KV_SCALES] = scales_spec(self.chips.num_pool_heads)
         self.layer_groups = {name: self.weights.groups(size) for name, size in _CPU_GROUPS.items()}
         self.dims = StepDimensions(
             page_size=config.page_size,
@@ -72,16 +82,17 @@ class Library:
             {"slot": Field((1,)), "keep": Field((1,)), "prompt": Field((HISTORY_CHUNK_TOKENS,)), "output": Field((HISTORY_CHUNK_TOKENS,))}
         )
         self._dtype = dtype
-        self._model = Model(self.chips.local_shape, dtype, self.chips.chip)
-        self._kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(config.kv_dtype)
+        self._model = Model(self.chips.local_shape, dtype, self.chips.chip, self.chips.platform)
         pool_dtype = BITS_OF_FLOAT.get(self._kv_dtype, self._kv_dtype) if self.chips.platform == "cpu" else self._kv_dtype
         self._make_state = partial(
             new_state, shape, self.chips.num_pool_heads, config.num_pages, config.page_size, config.max_running, pool_dtype
         )
         abstract = jax.eval_shape(self._make_state)
-        self._state_shardings = replace(jax.tree.map(lambda _: self.chips.replicated, abstract), pool=self.chips.pool)
-        self._state = jax.tree.map(_located, abstract, self._state_shardings)
+        self._pool_format = pool_format(self.chips.pool, self.chips.platform)
+        self._state_formats = replace(jax.tree.map(lambda _: self.chips.replicated, abstract), pool=self._pool_format)
+        self._state = jax.tree.map(_located, abstract, self._state_formats)
         self._attention = attention or choose_attention(self._setting(), attention_override())
+        self._pages = choose_pages(self._setting(), attention_override())
 
     def _setting(self) -> Setting:
         """What one chip sees."""
@@ -96,7 +107,7 @@ class Library:
 
     def new_state(self) -> DeviceState:
         """A fresh pool, on the device."""
-        return jax.jit(self._make_state, out_shardings=self._state_shardings)()
+        return jax.jit(self._make_state, out_shardings=self._state_formats)()
 
     def keys(self, programs: Programs) -> list[ProgramKey]:
         """Every program of the groups, decode first: a prefill worker started beside a decode worker then fills the compile cache
@@ -149,7 +160,7 @@ class Library:
     def _lower_layers(self, pieces: Pieces, group: LayerGroup, *to_begin: Any) -> jax.stages.Lowered:
         x, rows = jax.tree.map(lambda leaf: _located(leaf, self.chips.replicated), jax.eval_shape(pieces.begin, *to_begin))
         layers = self.chips.over_chips(pieces.layers, self._layer_specs)
-        run = self._jit(layers, donate=(2, 3), out=(self.chips.replicated, self.chips.pool))
+        run = self._jit(layers, donate=(2, 3), out=(self.chips.replicated, self._pool_format))
         return run.lower(group.params, group.first, x, self._state.pool, rows)
 
     def _lower_score(self, size: int) -> jax.stages.Lowered:
@@ -204,15 +215,18 @@ class Library:
         return self._jit(self._gather, out=self.chips.chunk).lower(self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32))
 
     def _lower_install(self, size: int) -> jax.stages.Lowered:
+        move = self.chips.over_pool_parts(self._pages.install)
+
         def install(pool: jax.Array, pages: jax.Array, kv: jax.Array) -> jax.Array:
-            return install_pages(pool, pages, self.chips.copied(same_bits(kv, pool.dtype)))
+            return move(pool, pages, self.chips.copied(same_bits(kv, pool.dtype)))
 
         pool, pages = self._state.pool, jax.ShapeDtypeStruct((size,), jnp.int32)
         chunk = _located(jax.eval_shape(self._gather, pool, pages), self.chips.chunk)
-        return self._jit(install, donate=0, out=self.chips.pool).lower(pool, pages, chunk)
+        return self._jit(install, donate=0, out=self._pool_format).lower(pool, pages, chunk)
 
     def _gather(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
-        return self.chips.canonical(same_bits(gather_pages(pool, pages), self._kv_dtype))
+        chunk = self.chips.over_pool_parts(self._pages.gather)(pool, pages)
+        return self.chips.canonical(same_bits(chunk, self._kv_dtype))
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._model.shape.embed_dim, size), self._dtype, sharding=self.chips.replicated)
@@ -222,5 +236,14 @@ class Library:
         return jax.jit(function, donate_argnums=donate, out_shardings=self.chips.replicated if out is None else out)
 
 
-def _located(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _scales_of_file(shape: ModelShape, config: EngineConfig, kv_dtype: jnp.dtype) -> KVScales | None:
+    """Raises ValueError where the pool has no use for the file that is named, or where it does not fit the model."""
+    if config.kv_scales is None:
+        return None
+    if kv_dtype != jnp.int8:
+        raise ValueError(f"engine.kv_scales is for pools of int8, engine.kv_dtype makes it {kv_dtype}")
+    return read_scales(Path(config.kv_scales).expanduser(), shape)
+
+
+def _located(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | Format) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -23,14 +23,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from pdjax.engine.split import check_split, num_pool_heads, split_axis
 from pdjax.models.layers import ALONE, Chip
+from pdjax.models.pieces import Piece
 from pdjax.models.shape import ModelShape, WeightSpec
+from pdjax.models.stored import Weight, map_parts
 
 Placement = jax.Device | Sequence[jax.Device]
 
 Layers = Callable[..., tuple[jax.Array, jax.Array]]
 """(weights of a group of layers, its first layer, x [E, T], pool, rows) -> (x, pool)"""
 
-_TENSOR = "tensor"
+MovePages = Callable[..., jax.Array]
+"""(pool, page numbers) -> chunk, or (pool, page numbers, chunk) -> pool; the heads of pool and chunk are those of one chip, or of all."""
+
+MODEL_AXIS = "model"
+"""Of the mesh: the chips that share every layer. The other axis of a worker's chips, "data", is no mesh's: ranks run apart."""
 
 
 class Chips(abc.ABC):
@@ -56,12 +62,28 @@ class Chips(abc.ABC):
         """Bring a weight to the chips. On CPU the result may alias `array`."""
 
     @abc.abstractmethod
+    def where(self, spec: WeightSpec, piece: Piece) -> Sharding:
+        """Where a piece of a weight lies that `joiner` is given: on each chip what that chip needs of it."""
+
+    @abc.abstractmethod
+    def joiner(self, spec: WeightSpec, pieces: Sequence[Piece]) -> Callable[..., jax.Array]:
+        """What makes of a weight's pieces, in order, what `place` makes of the weight. To be called for each layer anew."""
+
+    @abc.abstractmethod
+    def copied_weight(self, weight: jax.Array) -> jax.Array:
+        """A weight that `Chips` of the same model and width, but other devices, have placed."""
+
+    @abc.abstractmethod
     def abstract(self, spec: WeightSpec, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         """What `place` would make."""
 
     @abc.abstractmethod
     def over_chips(self, layers: Layers, specs: dict[str, WeightSpec]) -> Layers:
         """What runs `layers` on every chip. `specs`: of one layer's weights, by name."""
+
+    @abc.abstractmethod
+    def over_pool_parts(self, move: MovePages) -> MovePages:
+        """What runs `move` on every chip's part of the pool: kernels cannot be split over chips by the compiler."""
 
     @abc.abstractmethod
     def canonical(self, pages: jax.Array) -> jax.Array:
@@ -90,11 +112,25 @@ class OneChip(Chips):
     def place(self, spec: WeightSpec, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self.replicated)
 
+    def where(self, spec: WeightSpec, piece: Piece) -> Sharding:
+        return self.replicated
+
+    def joiner(self, spec: WeightSpec, pieces: Sequence[Piece]) -> Callable[..., jax.Array]:
+        if len(pieces) == 1:
+            return _itself
+        return jax.jit(lambda *arrays: jnp.concatenate(arrays, pieces[0].axis), out_shardings=self.replicated)
+
+    def copied_weight(self, weight: jax.Array) -> jax.Array:
+        return jax.device_put(weight, self.replicated)
+
     def abstract(self, spec: WeightSpec, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=self.replicated)
 
     def over_chips(self, layers: Layers, specs: dict[str, WeightSpec]) -> Layers:
         return layers
+
+    def over_pool_parts(self, move: MovePages) -> MovePages:
+        return move
 
     def canonical(self, pages: jax.Array) -> jax.Array:
         return pages
@@ -114,7 +150,7 @@ class TensorChips(Chips):
         number = len(devices)
         check_split(shape, number)
         self._shape, self._number = shape, number
-        self._mesh = Mesh(np.array(devices), (_TENSOR,))
+        self._mesh = Mesh(np.array(devices), (MODEL_AXIS,))
         is_one_process = len({device.process_index for device in devices}) == 1
         self.num_pool_heads = num_pool_heads(shape, number)
         self._copies = self.num_pool_heads // shape.num_kv_heads
@@ -123,13 +159,47 @@ class TensorChips(Chips):
         self.pool = self._sharding(_split(3, 5))
         # Chips of several processes: whole on each chip, since one process sends and receives pages for all of them.
         self.chunk = self.pool if self._copies == 1 and is_one_process else self.replicated
-        self.chip = Chip(partial(jax.lax.psum, axis_name=_TENSOR), partial(jax.lax.axis_index, _TENSOR))
+        self.chip = Chip(partial(jax.lax.psum, axis_name=MODEL_AXIS), partial(jax.lax.axis_index, MODEL_AXIS))
 
     def place(self, spec: WeightSpec, array: np.ndarray) -> jax.Array:
         axis = split_axis(spec, self._number)
         if axis is not None and spec.axes[axis] in ("qkv", "gate_up"):
             array = np.take(array, self._order(spec.axes[axis], spec.shape[axis]), axis)
         return put(array, self._sharding(self._partition(spec)))
+
+    def where(self, spec: WeightSpec, piece: Piece) -> Sharding:
+        axis, groups = split_axis(spec, self._number), self._num_groups(piece)
+        if axis is None or groups == self._number:
+            return self._sharding(self._partition(spec))
+        by_head = Mesh(self._mesh.devices.reshape(groups, -1), (MODEL_AXIS, "copies"))
+        return NamedSharding(by_head, self._partition(spec))
+
+    def joiner(self, spec: WeightSpec, pieces: Sequence[Piece]) -> Callable[..., jax.Array]:
+        if len(pieces) == 1:
+            return _itself
+        axis, is_split_there = pieces[0].axis, pieces[0].axis == split_axis(spec, self._number)
+
+        def join(*arrays: jax.Array) -> jax.Array:
+            if not is_split_there:
+                return jnp.concatenate(arrays, axis)
+            parts = [self._by_chip(array, axis, self._num_groups(piece)) for array, piece in zip(arrays, pieces, strict=True)]
+            joined = jnp.concatenate(parts, axis + 1)
+            return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+
+        return jax.jit(join, out_shardings=self._sharding(self._partition(spec)))
+
+    def _num_groups(self, piece: Piece) -> int:
+        """How many chips, or groups of chips that hold copies, have rows of a piece of their own."""
+        return self._number // self._copies if piece.role in ("k", "v") else self._number
+
+    def _by_chip(self, array: jax.Array, axis: int, groups: int) -> jax.Array:
+        """[..., rows, ...] -> [..., chips, rows of a chip, ...]"""
+        grouped = array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
+        return jnp.repeat(grouped, self._number // groups, axis)
+
+    def copied_weight(self, weight: jax.Array) -> jax.Array:
+        assert isinstance(weight.sharding, NamedSharding), f"a weight that lies as {weight.sharding}"
+        return jax.device_put(weight, self._sharding(weight.sharding.spec))
 
     def abstract(self, spec: WeightSpec, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         axis, shape = split_axis(spec, self._number), list(spec.shape)
@@ -143,6 +213,14 @@ class TensorChips(Chips):
             in_specs = (self._partitions(params, specs), whole, whole, split_pool, whole)
             over_mesh = jax.shard_map(layers, mesh=self._mesh, in_specs=in_specs, out_specs=(whole, split_pool), check_vma=False)
             return over_mesh(params, first, x, pool, rows)
+
+        return run
+
+    def over_pool_parts(self, move: MovePages) -> MovePages:
+        def run(pool: jax.Array, pages: jax.Array, *chunk: jax.Array) -> jax.Array:
+            part = _split(3, 5)
+            in_specs = (part, PartitionSpec(), *(part for _ in chunk))
+            return jax.shard_map(move, mesh=self._mesh, in_specs=in_specs, out_specs=part, check_vma=False)(pool, pages, *chunk)
 
         return run
 
@@ -166,8 +244,11 @@ class TensorChips(Chips):
     def _partitions(self, params: Any, specs: dict[str, WeightSpec]) -> Any:
         """Of the weights of a group of layers, stacked or layer by layer."""
         if isinstance(params, dict):
-            return {name: self._partition(specs[name].stacked(len(array))) for name, array in params.items()}
-        return tuple({name: self._partition(specs[name]) for name in layer} for layer in params)
+            return {name: self._partition_of(weight, specs[name].stacked(len(weight))) for name, weight in params.items()}
+        return tuple({name: self._partition_of(weight, specs[name]) for name, weight in layer.items()} for layer in params)
+
+    def _partition_of(self, weight: Weight, spec: WeightSpec) -> Any:
+        return map_parts(lambda _, spec: self._partition(spec), weight, spec)
 
     def _partition(self, spec: WeightSpec) -> PartitionSpec:
         axis = split_axis(spec, self._number)
@@ -184,6 +265,10 @@ class TensorChips(Chips):
         return np.concatenate([queries, keys, values], axis=1).reshape(-1)
 
 
+def _itself(array: jax.Array) -> jax.Array:
+    return array
+
+
 def put(array: np.ndarray | jax.Array, sharding: Sharding) -> jax.Array:
     """Bring an array to chips. Where they belong to several processes, each has the same host array and brings what its own chips hold."""
     if sharding.is_fully_addressable:
@@ -192,4 +277,4 @@ def put(array: np.ndarray | jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _split(axis: int, num_axes: int) -> PartitionSpec:
-    return PartitionSpec(*(_TENSOR if i == axis else None for i in range(num_axes)))
+    return PartitionSpec(*(MODEL_AXIS if i == axis else None for i in range(num_axes)))

@@ -29,8 +29,6 @@ def check_split(shape: ModelShape, number: int) -> None:
 
 def split_axis(spec: WeightSpec, number: int) -> int | None:
     """Which axis of a weight is split over `number` chips; None where each chip has all of it."""
-    if spec.axes[-2:] == ("experts", "embed"):
-        return None  # the router's: every chip routes every row
     for name in _SPLIT_AXES:
         if name in spec.axes:
             axis = spec.axes.index(name)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from pdjax.engine.mesh import Chips
 from pdjax.models.layers import Params
-from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.model import KV_SCALES
+from pdjax.models.pieces import pieces_of
+from pdjax.models.shape import ModelShape, WeightSpec, weight_specs
+from pdjax.models.stored import StoredWeight, Weight, map_parts, stored
 
 LayerParams = Params | tuple[Params, ...]
 """Weights of layers that follow each other, stacked or layer by layer."""
@@ -42,6 +45,16 @@ class PlacedWeights(NamedTuple):
         size = max(size for size in range(1, max_layers + 1) if len(self.layers) % size == 0)
         return [LayerGroup(np.int32(first), self.layers[first : first + size]) for first in range(0, len(self.layers), size)]
 
+    def of_model(self) -> PlacedWeights:
+        """Without what an engine has added for its pool."""
+        if isinstance(self.layers, dict):
+            return self._replace(layers=_without_scales(self.layers))
+        return self._replace(layers=tuple(_without_scales(layer) for layer in self.layers))
+
+
+def _without_scales(layer: Params) -> Params:
+    return {name: weight for name, weight in layer.items() if name != KV_SCALES}
+
 
 class StreamedWeights:
     """Weights that are read when they are placed, one layer of one of them at a time, so that the host never holds more than that.
@@ -67,42 +80,111 @@ class StreamedWeights:
         return target
 
 
-Weights = dict[str, np.ndarray] | StreamedWeights
-"""Weights on their way to the chips: on the host by path, or still in a checkpoint."""
+Restore = Callable[[int | None, Mapping[str, Sharding]], dict[str, jax.Array]]
+"""(a layer, or None for what is not stacked; where pieces of its weights belong, by their paths) -> the pieces, on their devices"""
 
 
-def place_weights(shape: ModelShape, weights: Weights, dtype: jnp.dtype, chips: Chips, by_layer: bool) -> PlacedWeights:
+class RestoredWeights:
+    """Weights of which devices read their own parts, one layer at a time. The host holds no more than parts of that layer on their way.
+
+    `report` hears of each layer.
+    """
+
+    def __init__(self, shape: ModelShape, restore: Restore, report: Callable[[int, int], None]):
+        self._num_layers, self._restore, self._report = shape.num_layers, restore, report
+        self._specs = {path: spec.of_one_layer() if spec.is_layered else spec for path, spec in weight_specs(shape).items()}
+        self._pieces = {path: pieces_of(shape, spec) for path, spec in self._specs.items()}
+        self._done = 0
+
+    def reader(self, chips: Chips) -> Callable[[int | None], Params]:
+        """What brings a layer to the chips, or what is not stacked, by name."""
+        joiners = {path: chips.joiner(spec, self._pieces[path]) for path, spec in self._specs.items()}
+
+        def read(layer: int | None) -> Params:
+            paths = [path for path in self._specs if path.startswith(_LAYERS) == (layer is not None)]
+            where = {piece.path(path): chips.where(self._specs[path], piece) for path in paths for piece in self._pieces[path]}
+            found = self._restore(layer, where)
+            self._done += 1
+            self._report(self._done, 1 + self._num_layers)
+            return {
+                path.removeprefix(_LAYERS): joiners[path](*(found[piece.path(path)] for piece in self._pieces[path])) for path in paths
+            }
+
+        return read
+
+
+Weights = dict[str, np.ndarray] | StreamedWeights | RestoredWeights | PlacedWeights
+"""Weights on their way to the chips: on the host by path, still in a checkpoint, read layer by layer or by each device for itself, or on the
+chips of another engine of the same width."""
+
+
+def place_weights(
+    shape: ModelShape, weights: Weights, dtype: jnp.dtype, chips: Chips, by_layer: bool, stored_dtype: jnp.dtype | None = None
+) -> PlacedWeights:
     """Put the weights, keyed by path, onto the chips, the layers stacked or `by_layer`.
 
-    Raises ValueError naming the weight where one is missing, unknown, or has another shape or dtype than the model.
+    Where `stored_dtype` is another than `dtype`, projections are stored as that, each rounded on the host just before it goes to its chips.
+    Raises ValueError naming the weight where one is missing, unknown, has another shape or dtype than the model, or cannot be stored so.
     """
+    if isinstance(weights, PlacedWeights):
+        return jax.tree.map(chips.copied_weight, weights.of_model())
+    if isinstance(weights, RestoredWeights):
+        assert stored_dtype in (None, dtype), f"weights are rounded to {stored_dtype} on the host, where these do not come by"
+        return _restored(weights.reader(chips), shape.num_layers, by_layer)
     read = weights.read if isinstance(weights, StreamedWeights) else _reader_of(shape, weights, dtype)
     specs = weight_specs(shape)
     layered = {path.removeprefix(_LAYERS): path for path, spec in specs.items() if spec.is_layered}
-    ends = {path: chips.place(spec, read(path, None)) for path, spec in specs.items() if not spec.is_layered}
 
-    def place_layer(path: str, layer: int) -> jax.Array:
-        return chips.place(specs[path].of_one_layer(), read(path, layer))
+    def place(path: str, layer: int | None) -> Weight:
+        spec = specs[path] if layer is None else specs[path].of_one_layer()
+        weight: Any = read(path, layer)
+        if spec.is_projection and stored_dtype not in (None, dtype):
+            weight = _stored(path, weight, spec, stored_dtype, chips)
+        return map_parts(lambda part, spec: chips.place(spec, part), weight, spec)
+
+    ends = {path: place(path, None) for path, spec in specs.items() if not spec.is_layered}
 
     if not by_layer:
-        return PlacedWeights(ends, {name: _stacked(partial(place_layer, path), shape.num_layers) for name, path in layered.items()})
+        return PlacedWeights(ends, {name: _stacked(partial(place, path), shape.num_layers) for name, path in layered.items()})
     layers = range(shape.num_layers)
-    return PlacedWeights(ends, tuple({name: place_layer(path, layer) for name, path in layered.items()} for layer in layers))
+    return PlacedWeights(ends, tuple({name: place(path, layer) for name, path in layered.items()} for layer in layers))
 
 
-def _stacked(place_layer: Callable[[int], jax.Array], num_layers: int) -> jax.Array:
-    """All layers of a weight in one array, put there one by one: at no time does anything hold them twice."""
-    first = place_layer(0)
-    shape, where = (num_layers, *first.shape), first.sharding
-    if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
-    stack = jax.jit(lambda: jnp.zeros(shape, first.dtype), out_shardings=where)()
-    put = jax.jit(lambda stack, row, layer: stack.at[layer].set(row), donate_argnums=0, out_shardings=where)
+def _restored(read: Callable[[int | None], Params], num_layers: int, by_layer: bool) -> PlacedWeights:
+    ends = read(None)
+    if by_layer:
+        return PlacedWeights(ends, tuple(read(layer) for layer in range(num_layers)))
+    return PlacedWeights(ends, _stacked(read, num_layers))
+
+
+def _stored(path: str, array: np.ndarray, spec: WeightSpec, dtype: jnp.dtype, chips: Chips) -> StoredWeight:
+    try:
+        return stored(array, spec, dtype, chips.platform == "cpu")
+    except ValueError as error:
+        raise ValueError(f"weight {path}: {error}") from error
+
+
+def _stacked(place: Callable[[int], Any], num_layers: int) -> Any:
+    """All layers of a weight, or of several, in one array each, put there one by one: at no time does anything hold them twice."""
+    first = place(0)
+    where = jax.tree.map(_stacked_sharding, first)
+    zeros = partial(jax.tree.map, lambda part: jnp.zeros((num_layers, *part.shape), part.dtype), first)
+    stack = jax.jit(zeros, out_shardings=where)()
+    put = jax.jit(
+        lambda stack, row, layer: jax.tree.map(lambda all_rows, own: all_rows.at[layer].set(own), stack, row),
+        donate_argnums=0,
+        out_shardings=where,
+    )
     for layer in range(num_layers):
-        row = first if layer == 0 else place_layer(layer)
+        row = first if layer == 0 else place(layer)
         stack = put(stack, row, layer)
-        row.block_until_ready()  # so that no more than one waits on the host
+        jax.block_until_ready(row)  # so that no more than one waits on the host
     return stack
+
+
+def _stacked_sharding(part: jax.Array) -> Sharding:
+    where = part.sharding
+    return NamedSharding(where.mesh, PartitionSpec(None, *where.spec)) if isinstance(where, NamedSharding) else where
 
 
 def _reader_of(shape: ModelShape, weights: dict[str, np.ndarray], dtype: jnp.dtype) -> Callable[[str, int | None], np.ndarray]:

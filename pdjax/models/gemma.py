@@ -8,6 +8,7 @@ from flax import nnx
 
 from pdjax.models.layers import project_to_vocab
 from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.stored import Weight
 
 
 def unit_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int = 0) -> jax.Array:
@@ -18,7 +19,7 @@ def unit_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int = 0) -> jax
     return (normed * scale).astype(x.dtype)
 
 
-def gelu_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def gelu_mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """x [E, T] -> [E, T] through gate_up [2F, E] and down [E, F]."""
     with jax.named_scope("mlp"):
         gate, up = jnp.split(gate_up @ x, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pdjax.kernels.heads import split_heads
 from pdjax.models import gemma2
 from pdjax.models.gemma import unit_norm
 from pdjax.models.layers import layer_params
@@ -20,7 +21,8 @@ class Block(gemma2.Block):
         self.q_norm = param("q_norm")
         self.k_norm = param("k_norm")
 
-    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        queries, keys, values = super().heads(normed)
+    def heads(self, normed: jax.Array) -> jax.Array:
+        queries, keys, values = split_heads(super().heads(normed), self.shape.num_kv_heads)
         eps = self.shape.norm_eps
-        return unit_norm(queries, self.q_norm[...], eps, axis=1), unit_norm(keys, self.k_norm[...], eps, axis=1), values
+        normed_heads = [unit_norm(queries, self.q_norm[...], eps, axis=1), unit_norm(keys, self.k_norm[...], eps, axis=1)]
+        return jnp.concatenate([*normed_heads, values])

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pdjax.kernels.heads import Heads
 from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.stored import StoredWeight, Weight, stored_product
 
-Params = dict[str, jax.Array]
+Params = dict[str, Weight]
 """Weights of one module, by the last part of their path."""
 
 MakeParam = Callable[[str], nnx.Param]
@@ -44,8 +46,8 @@ class LayerStep(NamedTuple):
 
     cos: jax.Array  # float32[pairs, T]
     sin: jax.Array  # float32[pairs, T]
-    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    """(queries [T, H, D], kv [T, 2 * K, D], pool) -> (attended [T, H, D], pool with the layer's KV of these rows written)"""
+    attend: Callable[[Heads, jax.Array], tuple[jax.Array, jax.Array]]
+    """(heads, pool) -> (attended [H, D, T], pool with the layer's KV of these rows written)"""
     chip: Chip = ALONE
 
 
@@ -91,40 +93,31 @@ def _turned(positions: jax.Array, frequencies: np.ndarray, magnitude: float) -> 
     return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of x [heads, head_dim, T], pairing row i of a head with row i + pairs. Rows behind the pairs stay as they are."""
-    pairs = cos.shape[0]
-    first, second, rest = jnp.split(x, (pairs, 2 * pairs), axis=1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    cos, sin = cos[None], sin[None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
-    return turned if rest.shape[1] == 0 else jnp.concatenate([turned, rest], axis=1)
+def heads_of(projected: jax.Array, shape: ModelShape) -> jax.Array:
+    """[qkv, T] -> heads of queries, keys and values, [H + 2 * K, D, T]. `split_heads` takes them apart."""
+    return projected.reshape(shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, -1)
 
 
-def heads_of(projected: jax.Array, shape: ModelShape) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[qkv, T] -> queries [H, D, T], keys [K, D, T], values [K, D, T]."""
-    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    queries, keys, values = jnp.split(projected.reshape(heads + 2 * kv_heads, dim, -1), (heads, heads + kv_heads))
-    return queries, keys, values
-
-
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
-    """Rotate queries [H, D, T] and keys [K, D, T], write keys and values to the pool by turns and attend over it.
+def attend(heads: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
+    """Rotate queries and keys of heads [H + 2 * K, D, T], write keys and values to the pool and attend over it.
 
     Returns: attended [H * D, T], the pool.
     """
-    kv_heads, dim, rows = keys.shape
-    kv = jnp.stack([rotate(keys, step.cos, step.sin), values], axis=1).reshape(2 * kv_heads, dim, rows)
     with jax.named_scope("attention"):
-        attended, pool = step.attend(rotate(queries, step.cos, step.sin).transpose(2, 0, 1), kv.transpose(2, 0, 1), pool)
-        return attended.reshape(rows, -1).T, pool
+        attended, pool = step.attend(Heads(heads, step.cos, step.sin), pool)
+        return attended.reshape(-1, attended.shape[2]), pool
 
 
-def silu_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def silu_mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """x [E, T] -> [E, T] through gate_up [2F, E] and down [E, F]."""
     with jax.named_scope("mlp"):
         gate, up = jnp.split(gate_up @ x, 2)
         return down @ (jax.nn.silu(gate) * up)
+
+
+def _added(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y, rounded once. A plain sum of bfloat16 goes through small blocks on TPU, at three times the cycles that XLA expects of this."""
+    return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -143,16 +136,16 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Array, jax.Array]:
         """x [E, T] -> (x [E, T], pool with the KV of the step's rows written)."""
-        attended, pool = attend(*self.heads(self.norm(x, self.attn_norm[...])), pool, step)
-        x = x + self.behind_attention(step.chip.combine(self.attn_out[...] @ attended))
+        attended, pool = attend(self.heads(self.norm(x, self.attn_norm[...])), pool, step)
+        x = _added(x, self.behind_attention(step.chip.combine(self.attn_out[...] @ attended)))
         fed = self.feed(self.norm(x, self.mlp_norm[...]), step.chip.index())
-        return x + self.behind_feed(step.chip.combine(fed)), pool
+        return _added(x, self.behind_feed(step.chip.combine(fed))), pool
 
     def norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         return rms_norm(x, scale, self.shape.norm_eps)
 
-    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[E, T] -> queries [H, D, T], keys [K, D, T], values [K, D, T]."""
+    def heads(self, normed: jax.Array) -> jax.Array:
+        """[E, T] -> heads of queries, keys and values, [H + 2 * K, D, T]."""
         return heads_of(self.qkv[...] @ normed, self.shape)
 
     def feed(self, normed: jax.Array, chip: jax.Array | int) -> jax.Array:
@@ -191,8 +184,11 @@ class Ends(nnx.Module):
         return project_to_vocab(hidden, self.embed[...] if self.lm_head is None else self.lm_head[...])
 
 
-def project_to_vocab(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+def project_to_vocab(hidden: jax.Array, weight: Weight) -> jax.Array:
     """hidden [E, n], weight [vocab, E] -> float32[n, vocab]."""
-    logits = jnp.matmul(weight, hidden, preferred_element_type=jnp.float32)
+    if isinstance(weight, StoredWeight):
+        logits = stored_product(weight, hidden)
+    else:
+        logits = jnp.matmul(weight, hidden, preferred_element_type=jnp.float32)
     # Without the barrier the transpose is taken into the product, which then reads the weight in the slow order.
     return jax.lax.optimization_barrier(logits).T

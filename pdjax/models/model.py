@@ -14,9 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pdjax.kernels.base import Attend, AttentionSpec
+from pdjax.kernels.heads import Heads, attend_heads
 from pdjax.models.layers import ALONE, Chip, Ends, LayerStep, Params
 from pdjax.models.registry import family_of
-from pdjax.models.shape import ModelShape
+from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.stored import StoredWeight
+
+KV_SCALES = "kv_scales"
+"""Where the weights of a layer hold its `AttentionSpec.kv_scales`, for pools that need some."""
 
 
 class Step(NamedTuple):
@@ -30,18 +35,19 @@ class Step(NamedTuple):
 class Model:
     """The structure of one model, without weights. Its methods are traced inside the engine's programs.
 
-    `shape` has the heads of one chip, `chip`, where several share the layers.
+    `shape` has the heads of one chip, `chip`, where several share the layers. `platform`: what it will run on.
     """
 
-    def __init__(self, shape: ModelShape, dtype: jnp.dtype, chip: Chip = ALONE):
+    def __init__(self, shape: ModelShape, dtype: jnp.dtype, chip: Chip = ALONE, platform: str | None = None):
         self.shape = shape
         self._chip = chip
+        self._read_once = _matrices(shape) if platform == "cpu" and dtype == jnp.float32 else frozenset()
         family = family_of(shape)
         self._block_graph = nnx.split(nnx.eval_shape(lambda: family.block(shape, dtype)))[0]
         self._ends_graph = nnx.split(nnx.eval_shape(lambda: family.ends(shape, dtype)))[0]
 
     def ends(self, params: Params) -> Ends:
-        return nnx.merge(self._ends_graph, _as_state(params))
+        return nnx.merge(self._ends_graph, self._as_state(params))
 
     def scanned(self, layers: Params, x: jax.Array, pool: jax.Array, first: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Run layers `first` and later with one traced body; `layers` holds their stacked weights. Quick to compile."""
@@ -65,22 +71,31 @@ class Model:
         return x, pool
 
     def _run(self, params: Params, x: jax.Array, pool: jax.Array, layer: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(self._block_graph, _as_state(params))(x, pool, self._layer_step(step, layer))
+        own = {name: value for name, value in params.items() if name != KV_SCALES}
+        return nnx.merge(self._block_graph, self._as_state(own))(x, pool, self._layer_step(step, layer, params.get(KV_SCALES)))
 
-    def _layer_step(self, step: Step, layer: jax.Array) -> LayerStep:
+    def _layer_step(self, step: Step, layer: jax.Array, kv_scales: jax.Array | None) -> LayerStep:
         """What of `step` holds for `layer`, an int32 scalar."""
         shape, windows, cos, sin = self.shape, self.shape.windows(), step.cos, step.sin
         if shape.layer_ropes:
             table = jnp.asarray(shape.layer_ropes, jnp.int32)[layer]
             cos, sin = cos[table], sin[table]
         window = jnp.asarray(windows, jnp.int32)[layer] if windows else None
-        spec = AttentionSpec(scale=shape.attention_scale, soft_cap=shape.attention_soft_cap, window=window)
+        spec = AttentionSpec(scale=shape.attention_scale, soft_cap=shape.attention_soft_cap, window=window, kv_scales=kv_scales)
 
-        def attend(queries: jax.Array, kv: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return step.attend(queries, kv, pool, layer, spec)
+        def attend(heads: Heads, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return attend_heads(step.attend, heads, pool, layer, spec)
 
         return LayerStep(cos, sin, attend, self._chip)
 
+    def _as_state(self, params: Params) -> nnx.State:
+        """On CPU a product of a float32 matrix is that of a stored one: XLA's own takes longer for few columns."""
+        plain = {name: value for name, value in params.items() if name in self._read_once and not isinstance(value, StoredWeight)}
+        stored = {name: StoredWeight(value, None, value.dtype) for name, value in plain.items()}
+        return nnx.State({name: nnx.Param(value) for name, value in (params | stored).items()})
 
-def _as_state(params: Params) -> nnx.State:
-    return nnx.State({name: nnx.Param(value) for name, value in params.items()})
+
+def _matrices(shape: ModelShape) -> frozenset[str]:
+    """Names of what activations are multiplied by, experts left out."""
+    specs = weight_specs(shape).items()
+    return frozenset(path.removeprefix("layers/") for path, spec in specs if spec.is_projection and "experts" not in spec.axes)

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pdjax.models.shape import Experts
+from pdjax.models.stored import StoredWeight, Weight, stored_groups
 
 
 class ExpertWeights(NamedTuple):
     """Of N experts, of which a chip may hold only n, those that follow each other from `chip index * n` on."""
 
     router: jax.Array  # [N, E]
-    gate_up: jax.Array  # [n, E, 2F]
-    down: jax.Array  # [n, F, E]
+    gate_up: Weight  # [n, E, 2F]
+    down: Weight  # [n, F, E]
 
 
 def mix_experts(x: jax.Array, weights: ExpertWeights, experts: Experts, chip: jax.Array | int = 0) -> jax.Array:
@@ -43,13 +44,20 @@ def mix_experts(x: jax.Array, weights: ExpertWeights, experts: Experts, chip: ja
     return in_row_order.reshape(rows, active, -1).sum(axis=1).T
 
 
-def expert_mlps_in_groups(rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def expert_mlps_in_groups(rows: jax.Array, gate_up: Weight, down: Weight, group_sizes: jax.Array) -> jax.Array:
     """rows [m, E], the first `group_sizes[0]` for the first expert and so on -> [m, E]; 0 for rows behind the last group."""
-    gate, up = jnp.split(jax.lax.ragged_dot(rows, gate_up, group_sizes), 2, axis=1)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
+    gate, up = jnp.split(_grouped(rows, gate_up, group_sizes), 2, axis=1)
+    return _grouped(jax.nn.silu(gate) * up, down, group_sizes)
 
 
-def expert_mlps_in_tiles(rows: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _grouped(rows: jax.Array, weight: Weight, group_sizes: jax.Array) -> jax.Array:
+    """rows [m, in], weight [n, in, out] -> [m, out]."""
+    if isinstance(weight, StoredWeight):
+        return stored_groups(weight, rows, group_sizes)
+    return jax.lax.ragged_dot(rows, weight, group_sizes)
+
+
+def expert_mlps_in_tiles(rows: jax.Array, gate_up: Weight, down: Weight, group_sizes: jax.Array) -> jax.Array:
     """As `expert_mlps_in_groups`, tile after tile, each of rows of one expert."""
     tile = _tile_rows(len(rows), len(gate_up))
     tiles_of = -(-group_sizes // tile)

@@ -17,5 +17,5 @@ class Block(llama.Block):
         super().__init__(shape, dtype)
         self.qkv_bias = layer_params(shape, dtype)("qkv_bias")
 
-    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, normed: jax.Array) -> jax.Array:
         return heads_of(self.qkv[...] @ normed + self.qkv_bias[...][:, None], self.shape)

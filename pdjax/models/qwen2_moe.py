@@ -21,7 +21,7 @@ class Block(mixtral.Block):
         self.shared_gate_up = param("shared_gate_up")
         self.shared_down = param("shared_down")
 
-    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, normed: jax.Array) -> jax.Array:
         return heads_of(self.qkv[...] @ normed + self.qkv_bias[...][:, None], self.shape)
 
     def feed(self, normed: jax.Array, chip: jax.Array | int) -> jax.Array:

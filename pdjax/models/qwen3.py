@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pdjax.kernels.heads import split_heads
 from pdjax.models import layers, llama
 from pdjax.models.layers import head_norm, layer_params
 from pdjax.models.shape import ModelShape
@@ -19,10 +20,10 @@ class QkNorms(layers.Block):
         self.q_norm = param("q_norm")
         self.k_norm = param("k_norm")
 
-    def heads(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        queries, keys, values = super().heads(normed)
+    def heads(self, normed: jax.Array) -> jax.Array:
+        queries, keys, values = split_heads(super().heads(normed), self.shape.num_kv_heads)
         eps = self.shape.norm_eps
-        return head_norm(queries, self.q_norm[...], eps), head_norm(keys, self.k_norm[...], eps), values
+        return jnp.concatenate([head_norm(queries, self.q_norm[...], eps), head_norm(keys, self.k_norm[...], eps), values])
 
 
 class Block(QkNorms, llama.Block):

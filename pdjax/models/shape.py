@@ -97,6 +97,22 @@ class WeightSpec(NamedTuple):
         """Whether the first axis runs over layers."""
         return self.axes[0] == "layers"
 
+    @property
+    def is_projection(self) -> bool:
+        """Whether it is one of the large matrices: no norm, bias or router, and no gate of a single row."""
+        names = [name for name in self.axes if name not in ("layers", "experts")]
+        return len(names) == 2 and not _PROJECTED.isdisjoint(names)
+
+    @property
+    def summed_axis(self) -> int:
+        """Of a projection: the axis that products sum over."""
+        return len(self.shape) - (2 if "experts" in self.axes else 1)
+
+    def of_scales(self) -> WeightSpec:
+        """One number for each of a projection's results: the weight without its summed axis."""
+        axis = self.summed_axis
+        return WeightSpec(self.shape[:axis] + self.shape[axis + 1 :], self.axes[:axis] + self.axes[axis + 1 :])
+
     def of_one_layer(self) -> WeightSpec:
         """A layered weight without its first axis."""
         assert self.is_layered, f"a weight with axes {self.axes}"
@@ -105,6 +121,9 @@ class WeightSpec(NamedTuple):
     def stacked(self, num_layers: int) -> WeightSpec:
         """The reverse."""
         return WeightSpec((num_layers, *self.shape), ("layers", *self.axes))
+
+
+_PROJECTED = frozenset(("vocab", "qkv", "heads", "gate_up", "ffn"))
 
 
 class _Parts(NamedTuple):
@@ -172,7 +191,7 @@ def _mlp_specs(embed: int, ffn: int) -> dict[str, WeightSpec]:
 def _expert_specs(embed: int, experts: Experts) -> dict[str, WeightSpec]:
     number, ffn = experts.num_experts, experts.ffn_dim
     specs = {
-        "router": WeightSpec((number, embed), ("experts", "embed")),
+        "router": WeightSpec((number, embed), ("routes", "embed")),
         "experts_gate_up": WeightSpec((number, embed, 2 * ffn), ("experts", "embed", "gate_up")),
         "experts_down": WeightSpec((number, ffn, embed), ("experts", "ffn", "embed")),
     }

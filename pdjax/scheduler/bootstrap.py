@@ -10,112 +10,18 @@ have changed. What it cannot tell, a deadline of its own that has passed, is fou
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
 
-from pdjax.protocol import KVPoll, PromptToken, SequenceRequest
+from pdjax.protocol import KVPoll, SequenceRequest
 from pdjax.scheduler.faults import NO_FAULTS, FaultHooks
+from pdjax.scheduler.graces import Backoff, Graces
 from pdjax.scheduler.metadata import MetadataSlots
 from pdjax.scheduler.rotation import Rotation
+from pdjax.scheduler.ticket import Source, Ticket
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
 LOOKS_A_PASS = 32
 """Waiting requests that are looked at although nothing is known to have happened to them."""
-
-
-class Sender(Protocol):
-    """The part of a transport's sender that the scheduler uses; `pdjax.transfer.base.KVSender` says what each does."""
-
-    def poll(self) -> KVPoll: ...
-    @property
-    def decode_prefix_tokens(self) -> int: ...
-    def can_send(self) -> bool: ...
-    def send(self, first_page: int, num_pages: int, kv: Any) -> None: ...
-    def finish(self, metadata: bytes) -> None: ...
-    def fail(self, message: str) -> None: ...
-    def failure(self) -> str | None: ...
-
-
-class Source(Protocol):
-    """Where senders come from; `pdjax.transfer.base.KVSource`."""
-
-    def create_sender(self, room: int) -> Sender: ...
-    def take_changed(self) -> list[int]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request's claim on its transfer, from submission to hand-over. Owns the sender and, where it has one, the metadata slot.
-
-    `next_page`: the first page that has not been handed to the sender; None until bootstrap has ended. It survives retries: what has
-    been sent is right and is not sent again. `num_retries`: forwards that were lost. `num_cached`: prompt tokens that the first try
-    found cached; later tries find what earlier ones have computed, which is no merit of the cache. `seen_s`: when the queue first
-    looked whether it may go ahead. `scored`: prompt tokens whose log probabilities are known, from the first row on; a retry goes on
-    behind them.
-    """
-
-    request: SequenceRequest
-    sender: Sender
-    metadata_slot: int | None = None
-    next_page: int | None = None
-    num_retries: int = 0
-    num_cached: int | None = None
-    seen_s: float | None = None
-    scored: list[PromptToken] = field(default_factory=list)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def is_bootstrapped(self) -> bool:
-        return self.next_page is not None
-
-
-class Graces:
-    """Requests that may go ahead of their bootstrap, in order of arrival, each after `grace_s`."""
-
-    def __init__(self, grace_s: float):
-        self._grace_s = grace_s
-        self._unseen: deque[Ticket] = deque()
-        self._waiting: deque[Ticket] = deque()
-        self._over: dict[str, Ticket] = {}
-        self._live: set[str] = set()
-
-    def add(self, ticket: Ticket) -> None:
-        """A grace is given once: it starts when `over` is called next, where it has not been given before."""
-        self._live.add(ticket.request_id)
-        self._unseen.append(ticket)
-
-    def discard(self, request_id: str) -> None:
-        self._live.discard(request_id)
-        self._over.pop(request_id, None)
-
-    def over(self, now_s: float) -> dict[str, Ticket]:
-        """Those whose grace is over by now, by request id."""
-        while self._unseen:
-            ticket = self._unseen.popleft()
-            if ticket.seen_s is None:
-                ticket.seen_s = now_s
-                self._waiting.append(ticket)
-            elif ticket.request_id in self._live:
-                self._over[ticket.request_id] = ticket
-        while self._waiting and self._due_s(self._waiting[0]) <= now_s:
-            ticket = self._waiting.popleft()
-            if ticket.request_id in self._live:
-                self._over[ticket.request_id] = ticket
-        return self._over
-
-    def next_s(self) -> float | None:
-        """When the next grace ends."""
-        while self._waiting and self._waiting[0].request_id not in self._live:
-            self._waiting.popleft()
-        return self._due_s(self._waiting[0]) if self._waiting else None
-
-    def _due_s(self, ticket: Ticket) -> float:
-        assert ticket.seen_s is not None
-        return ticket.seen_s + self._grace_s
 
 
 class BootstrapQueue:
@@ -123,7 +29,8 @@ class BootstrapQueue:
 
     `retries`: forwards that may be lost to one request because decode had not announced itself in time; 0: nobody goes ahead.
     `grace_s`: how long a request waits for its bootstrap before it goes ahead. Announcements mostly come within milliseconds, and a
-    request that is bootstrapped when its forward is launched can send its cached prefix before it.
+    request that is bootstrapped when its forward is launched can send its cached prefix before it. `backoff`: the same after a lost
+    forward.
     """
 
     def __init__(
@@ -135,6 +42,7 @@ class BootstrapQueue:
         faults: FaultHooks = NO_FAULTS,
         recorder: Recorder = NO_RECORDER,
         grace_s: float = 0.0,
+        backoff: Backoff = Backoff(),
     ):
         self._source = source
         self._metadata = metadata
@@ -146,7 +54,7 @@ class BootstrapQueue:
         self._by_room: dict[int, Ticket] = {}
         self._unseen: deque[Ticket] = deque()
         self._starved: dict[str, Ticket] = {}
-        self._graces = Graces(grace_s)
+        self._graces = Graces(grace_s, backoff)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -162,7 +70,7 @@ class BootstrapQueue:
         self._add(Ticket(request, sender))
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a ticket that comes back, after its budget was used up or for want of slots. Its metadata slot is given back."""
+        """Queue a ticket that comes back, after a lost forward or for want of slots. Its metadata slot is given back."""
         self.maybe_release_metadata_buffer(ticket)
         self._recorder.mark(ticket.request_id, "bootstrap_queue")
         self._add(ticket)
@@ -236,7 +144,7 @@ class BootstrapQueue:
         return True
 
     def reset_prefill_retry_time(self, ticket: Ticket) -> None:
-        """A retry lines up: its time in the waiting line starts anew, and what its last try took stays with that try."""
+        """A retry that is bootstrapped lines up: its time in the line starts anew, and what its last try took stays with that try."""
         self._recorder.mark(ticket.request_id, "waiting")
 
     def ensure_metadata_buffer(self, ticket: Ticket) -> bool:

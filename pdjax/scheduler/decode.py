@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
+from pdjax.protocol import SequenceRequest, TokenOut, Tokens
 from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
 from pdjax.scheduler.deadlines import Deadlines
-from pdjax.scheduler.decode_states import DecodePart, InstallOrder, Receiving, Running, Sink, WaitingLine, received_row
+from pdjax.scheduler.decode_states import DecodePart, InstallOrder, Receiving, Running, Sink, WaitingLine
 from pdjax.scheduler.memory import KVMemory, Lease
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor, max_cached_tokens, prompt_messages, rows_wanted
+from pdjax.scheduler.receptions import Receptions, TransferFault
 from pdjax.scheduler.sequence import Answer, answer_end, longest_tokens, refuse_reason
 from pdjax.scheduler.slots import SlotPool
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
@@ -49,10 +50,9 @@ class DecodeScheduler:
         self.memory = memory
         self.slots = slots
         self.metadata = metadata
-        self.sink = sink
         self.limits = limits
         self._line = WaitingLine()
-        self._receiving: dict[str, Receiving] = {}
+        self._receptions = Receptions(memory, slots, metadata, sink, recorder)
         self._computing: dict[str, Computing] = {}
         self._running: dict[str, Running] = {}
         self._deadlines = Deadlines()
@@ -67,14 +67,14 @@ class DecodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._receiving) + len(self._computing) + len(self._running)
+        return len(self._receptions) + len(self._computing) + len(self._running)
 
     def queue_lengths(self) -> dict[str, int]:
         """Sequences by the place where they are. Any thread may ask."""
         return {
             "prealloc": self._line.num_new,
             "retracted": self._line.num_retracted,
-            "receiving": len(self._receiving),
+            "receiving": len(self._receptions),
             "computing": len(self._computing),
             "running": len(self._running),
         }
@@ -105,8 +105,8 @@ class DecodeScheduler:
             self._free_running(self._running[request_id])
         elif request_id in self._computing:
             self._free_computing(self._computing[request_id])
-        elif request_id in self._receiving:
-            self._free_receiving(self._receiving[request_id])
+        elif request_id in self._receptions:
+            self._receptions.abort(request_id)
         elif not self._line.remove(request_id):
             return
         self._deadlines.remove(request_id)
@@ -114,22 +114,13 @@ class DecodeScheduler:
 
     def installs(self) -> Iterator[InstallOrder]:
         """Chunks that have arrived. To be exhausted before each `advance`."""
-        for entry in list(self._receiving.values()):
-            entry.state = entry.receiver.poll()
-            for chunk in entry.receiver.take():
-                end = chunk.first_page + chunk.num_pages
-                if chunk.first_page != entry.num_pages or end > self.memory.pages_for(len(entry.answer.tokens)):
-                    self._fail_transfer(entry, f"pages {chunk.first_page}..{end} arrived where page {entry.num_pages} was due")
-                    break
-                entry.num_pages = end
-                self.recorder.note(entry.answer.request_id, "receive", "receives", chunk.num_pages)
-                yield InstallOrder(entry.lease.pages[chunk.first_page : end], chunk.kv)
+        return self._receptions.installs()
 
     def advance(self, now_s: float) -> list[Running]:
         """Take note of deadlines and of ended transfers, then admit what fits. Returns the sequences that start to run now."""
         for request_id in self._deadlines.pop_due(now_s):
             self.abort(request_id, "deadline", "the deadline passed during decode")
-        started = [seq for entry in list(self._receiving.values()) if (seq := self._advance_transfer(entry))]
+        started = [seq for entry in self._receptions if (seq := self._advance_transfer(entry))]
         while self._admit():
             pass
         return started
@@ -179,12 +170,11 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Assert that slots and pages are held by exactly those who should."""
-        holders = [*self._receiving.values(), *self._computing.values(), *self._running.values()]
+        holders = [*self._receptions, *self._computing.values(), *self._running.values()]
         self.memory.check([holder.lease for holder in holders])
         assert self.slots.num_held == len(holders), f"{self.slots.num_held} slots held by {len(holders)} sequences"
-        assert self.metadata.num_held == len(self._receiving), (
-            f"{self.metadata.num_held} metadata slots held by {len(self._receiving)} sequences"
-        )
+        num_receiving = len(self._receptions)
+        assert self.metadata.num_held == num_receiving, f"{self.metadata.num_held} metadata slots held by {num_receiving} sequences"
 
     def _admit(self) -> bool:
         """Admit the head of the line; False where nobody waits or it has to wait on."""
@@ -227,11 +217,7 @@ class DecodeScheduler:
         if lease is None:
             self.metadata.free(metadata_slot)
             return False
-        request = answer.request
-        assert request.prefill is not None
-        self.recorder.mark(request.request_id, "transfer")
-        receiver = self.sink.open(request.room, request.prefill, lease.num_shared * self.memory.page_size)
-        self._receiving[answer.request_id] = Receiving(answer, receiver, self._take_slot(), metadata_slot, lease, lease.num_shared)
+        self._receptions.open(answer, self._take_slot(), metadata_slot, lease)
         return True
 
     def _take_slot(self) -> int:
@@ -241,25 +227,15 @@ class DecodeScheduler:
 
     def _advance_transfer(self, entry: Receiving) -> Running | None:
         """The running sequence where the transfer is complete and right; None where it goes on or has failed."""
-        if entry.state == KVPoll.FAILED:
-            self._fail_transfer(entry, entry.receiver.failure() or "transfer failed")
-        if entry.state != KVPoll.SUCCESS:
-            return None
-        try:
-            row = received_row(entry, self.memory.pages_for(len(entry.answer.tokens)))
-        except ValueError as error:
-            return self._fail_transfer(entry, str(error))
-        return self._start_received(entry, row)
-
-    def _fail_transfer(self, entry: Receiving, message: str) -> None:
-        is_refused = entry.receiver.is_refused()
-        self.abort(entry.answer.request_id, "rejected" if is_refused else "transfer", message)
+        result = self._receptions.result(entry)
+        if isinstance(result, TransferFault):
+            return self.abort(entry.answer.request_id, result.kind, result.message)
+        return None if result is None else self._start_received(entry, result)
 
     def _start_received(self, entry: Receiving, row: MetadataRow) -> Running | None:
         answer = entry.answer
-        del self._receiving[answer.request_id]
+        self._receptions.close(entry)
         self.recorder.mark(answer.request_id, "decode_queue")
-        self.metadata.free(entry.metadata_slot)
         self.memory.publish(entry.lease, answer.tokens)
         running = self._start(answer, entry.slot, entry.lease, row.first_token, row.cached_tokens)
         answer.tokens.append(row.first_token)
@@ -289,8 +265,8 @@ class DecodeScheduler:
         return part
 
     def _make_room(self, seq: Running) -> bool:
-        """Get the page that the next step of `seq` writes to. The youngest running sequence gives way first, `seq` itself if need be; alone,
-        `seq` waits for those that are being received or computed."""
+        """Get the page that the next step of `seq` writes to. The youngest running sequence gives way first, `seq` itself if need be;
+        alone, `seq` waits for those that are being received or computed."""
         while not self.memory.extend(seq.lease, seq.position + 1):
             youngest = max(self._running.values(), key=lambda running: running.admitted)
             if len(self._running) > 1:
@@ -336,10 +312,3 @@ class DecodeScheduler:
         del self._computing[seq.answer.request_id]
         self.memory.release(seq.lease)
         self.slots.free(seq.slot)
-
-    def _free_receiving(self, entry: Receiving) -> None:
-        del self._receiving[entry.answer.request_id]
-        entry.receiver.abort()
-        self.metadata.free(entry.metadata_slot)
-        self.memory.release(entry.lease)
-        self.slots.free(entry.slot)

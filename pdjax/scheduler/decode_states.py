@@ -41,7 +41,7 @@ class Receiving:
     """Owns a request slot, a metadata slot, a lease for the prompt and the reserve, and its receiver.
 
     `num_pages`: the prompt's first pages that are in the pool, those of decode's own cache included. `state`: the room's, as it was
-    before the last chunks were taken, so that SUCCESS means that nothing is left to install.
+    before the last chunks were taken, so that SUCCESS means that nothing is left to install. `fault`: what was wrong with a chunk.
     """
 
     answer: Answer
@@ -51,6 +51,7 @@ class Receiving:
     lease: Lease
     num_pages: int
     state: KVPoll = KVPoll.BOOTSTRAPPING
+    fault: str | None = None
 
 
 @dataclass(slots=True, eq=False)

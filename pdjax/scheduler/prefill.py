@@ -6,9 +6,9 @@ decode has everything).
 
 With optimistic prefill a request may leave the bootstrap queue early. It computes like any other, but until its bootstrap has ended
 nothing of it is sent, and its first token stays here: at the end of the prompt it is parked. It goes on when bootstrap ends, and the
-chunks that were gathered meanwhile leave at once. Where
-a request that is bootstrapped needs its pages or slots, it is retried instead: what it has computed goes into the tree, and it lines up
-again, in front, or in the bootstrap queue once its budget is used up.
+chunks that were gathered meanwhile leave at once. Where a request that is bootstrapped needs its pages or slots, it is retried instead:
+what it has computed goes into the tree, and it goes back to the bootstrap queue, from where it may go ahead again after a while, until
+its budget is used up.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdjax.protocol import KVPoll, SequenceRequest, TokenOut, Tokens
-from pdjax.scheduler.bootstrap import LOOKS_A_PASS, BootstrapQueue, Ticket
+from pdjax.scheduler.bootstrap import LOOKS_A_PASS, BootstrapQueue
 from pdjax.scheduler.chunks import Computing, PrefillPart, StepBudget, take_chunks
 from pdjax.scheduler.deadlines import Deadlines
+from pdjax.scheduler.forwards import Forwards
 from pdjax.scheduler.memory import KVMemory
 from pdjax.scheduler.metadata import MetadataRow, MetadataSlots
 from pdjax.scheduler.outbound import SendOrder
 from pdjax.scheduler.outcomes import Outcome, Outcomes
 from pdjax.scheduler.prefill_states import Outgoing, PrefillCounts, WaitingLine
-from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor, max_cached_tokens, prompt_messages, rows_wanted
+from pdjax.scheduler.prompt_logprobs import NO_LOGPROBS, LogprobCursor, prompt_messages
 from pdjax.scheduler.sending import Sending
-from pdjax.scheduler.sequence import Answer, answer_end, refuse_reason
+from pdjax.scheduler.sequence import answer_end, refuse_reason
 from pdjax.scheduler.slots import SlotPool
+from pdjax.scheduler.ticket import Ticket
 from pdjax.scheduler.timeline import NO_RECORDER, Recorder
 
 
@@ -68,7 +70,6 @@ class PrefillScheduler:
         self.limits = limits
         # With `drop_on_miss` a lost forward is worth what stays of it in the tree; half of the pool is for those that are bootstrapped.
         self._line = WaitingLine(memory.pool.total // 2 if limits.drop_on_miss else memory.pool.total)
-        self._outgoing: dict[str, Outgoing] = {}
         self._delivering: dict[str, Ticket] = {}
         self._deadlines = Deadlines()
         self._next_hopeful_s: float | None = None
@@ -76,6 +77,7 @@ class PrefillScheduler:
         self._outcomes = Outcomes(recorder)
         self.counts = PrefillCounts()
         self._sending = Sending(memory.page_size, limits.max_chunk_pages, limits.max_held_pages, recorder, self.counts)
+        self._forwards = Forwards(memory, slots, self._sending, recorder, self.counts)
 
     @property
     def num_waiting(self) -> int:
@@ -83,12 +85,12 @@ class PrefillScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._outgoing) + len(self._delivering)
+        return len(self._forwards) + len(self._delivering)
 
     @property
     def num_parked(self) -> int:
         """Any thread may ask."""
-        return sum(outgoing.parked is not None for outgoing in list(self._outgoing.values()))
+        return sum(outgoing.parked is not None for outgoing in self._forwards)
 
     def queue_lengths(self) -> dict[str, int]:
         """Requests by the place where they are. Any thread may ask."""
@@ -96,7 +98,7 @@ class PrefillScheduler:
             "bootstrap": len(self.bootstrap),
             "waiting": len(self._line),
             "parked": self.num_parked,
-            "outgoing": len(self._outgoing),
+            "outgoing": len(self._forwards),
             "delivering": len(self._delivering),
         }
 
@@ -132,8 +134,7 @@ class PrefillScheduler:
         """The end of a request that is in no queue any more: its room fails, its slot is free, its stream hears why."""
         self._line.is_ahead_no_more(ticket)
         ticket.sender.fail(message)
-        self.bootstrap.maybe_release_metadata_buffer(ticket)
-        self._deadlines.remove(ticket.request_id)
+        self._close(ticket)
         self._outcomes.fail(ticket.request_id, kind, message, retriable=kind not in ("aborted", "deadline"))
 
     def advance(self, now_s: float) -> None:
@@ -147,7 +148,7 @@ class PrefillScheduler:
         self._next_hopeful_s = self.bootstrap.next_hopeful_s()
         for ticket in self._line.next(LOOKS_A_PASS):
             self._look_at_waiting(ticket)
-        for outgoing in list(self._outgoing.values()):
+        for outgoing in self._forwards:
             self._look_at_outgoing(outgoing)
         for ticket in list(self._delivering.values()):
             self._look_at_delivery(ticket)
@@ -158,10 +159,10 @@ class PrefillScheduler:
         Whatever is bootstrapped goes before whatever is ahead of its bootstrap, which may be half computed: nobody waits for that one.
         """
         budget = StepBudget(self.limits.max_step_tokens, self.limits.max_step_seqs)
-        parts = self._take_chunks(budget, is_bootstrapped=True)
+        parts = self._forwards.take_chunks(budget, is_bootstrapped=True)
         while not budget.is_spent and self._line.has_ready and (seq := self._admit()):
             parts += take_chunks(budget, [seq], self.memory.page_size)
-        parts += self._take_chunks(budget, is_bootstrapped=False)
+        parts += self._forwards.take_chunks(budget, is_bootstrapped=False)
         while not budget.is_spent and (seq := self._admit()):
             parts += take_chunks(budget, [seq], self.memory.page_size)
         now_s = self.recorder.now_s()
@@ -173,11 +174,11 @@ class PrefillScheduler:
         Nothing that decode holds already. What a sequence whose bootstrap is pending has is gathered too, but held.
         """
         for part in parts:
-            yield from self._sending.cached_prefix(self._outgoing[part.seq.answer.request_id], part.start)
+            yield from self._sending.cached_prefix(self._forwards[part.seq.answer.request_id], part.start)
 
     def sends(self) -> Iterator[SendOrder]:
         """Pages whose computation has been dispatched and that a sender has room for."""
-        for outgoing in self._outgoing.values():
+        for outgoing in self._forwards:
             yield from self._sending.computed(outgoing)
 
     def settle(self, part: PrefillPart, token: TokenOut | None, logprobs: LogprobCursor = NO_LOGPROBS) -> None:
@@ -189,7 +190,7 @@ class PrefillScheduler:
         if part.seq.is_aborted:
             logprobs.advance_logprob_pt(part)
             return
-        outgoing = self._outgoing[part.seq.answer.request_id]
+        outgoing = self._forwards[part.seq.answer.request_id]
         outgoing.ticket.scored += logprobs.take(part)
         self.recorder.chunk(part.seq.answer.request_id, part.launched_s, part.end - part.start)
         if token is None:
@@ -209,59 +210,33 @@ class PrefillScheduler:
 
     def finish_sends(self) -> None:
         """Where every page has been handed over and the first token is known: send the metadata row, free pages and request slot."""
-        for request_id, outgoing in list(self._outgoing.items()):
+        for outgoing in self._forwards:
             ticket = outgoing.ticket
             if not outgoing.has_row or (ticket.next_page or 0) < self._sending.sendable_pages(outgoing.seq):
                 continue
-            assert ticket.metadata_slot is not None, f"{request_id} has a row and no slot"
-            self.recorder.open(request_id, "transfer")  # has begun with the first page, if there was one
+            assert ticket.metadata_slot is not None, f"{ticket.request_id} has a row and no slot"
+            self.recorder.open(ticket.request_id, "transfer")  # has begun with the first page, if there was one
             ticket.sender.finish(self.metadata.read(ticket.metadata_slot).to_bytes())
-            self._free_computing(outgoing)
-            self._delivering[request_id] = ticket
+            self._forwards.free(outgoing)
+            self._delivering[ticket.request_id] = ticket
 
     def check(self) -> None:
         """Assert that slots and pages are held by exactly those who should."""
-        self.memory.check([outgoing.seq.lease for outgoing in self._outgoing.values()])
-        rows = len(self._line) + len(self._outgoing) + len(self._delivering)
-        assert self.slots.num_held == len(self._outgoing), f"{self.slots.num_held} slots held by {len(self._outgoing)} sequences"
+        self._forwards.check()
+        rows = len(self._line) + len(self._forwards) + len(self._delivering)
         assert self.metadata.num_held == rows, f"{self.metadata.num_held} metadata slots held by {rows} sequences"
-        assert self._outgoing or not self._sending.holding.num_pages, f"{self._sending.holding.num_pages} gathered pages are held for nobody"
-
-    def _take_chunks(self, budget: StepBudget, is_bootstrapped: bool) -> list[PrefillPart]:
-        """Of the prompts in progress that are bootstrapped, or of those that are not."""
-        seqs = [outgoing.seq for outgoing in self._outgoing.values() if outgoing.ticket.is_bootstrapped == is_bootstrapped]
-        return take_chunks(budget, seqs, self.memory.page_size)
 
     def _admit(self) -> Computing | None:
         """Move the head of the line to outgoing; None where it has to wait for a slot, for pages or for those that are ahead."""
         ticket = self._line.head()
         if ticket is None or not self._line.may_go_ahead(ticket, self.memory.pages_for(len(ticket.request.prompt))):
             return None
-        seq = self._start(ticket)
-        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):
+        seq = self._forwards.start(ticket)
+        while seq is None and ticket.is_bootstrapped and (parked := self._forwards.last_parked()):
             self._retry(parked)
-            seq = self._start(ticket)
-        return seq
-
-    def _start(self, ticket: Ticket) -> Computing | None:
-        prompt = ticket.request.prompt
-        if self.slots.num_free == 0:
-            return None
-        # At least the last token is computed: its logits choose the first token of the answer.
-        rows = rows_wanted(ticket.request, len(ticket.scored))
-        lease = self.memory.lease(prompt, max_cached_tokens(rows, len(prompt)), len(prompt))
-        slot = self.slots.allocate() if lease is not None else None
-        if lease is None or slot is None:
-            return None
-        self._line.remove(ticket.request_id)
-        cached = lease.num_shared * self.memory.page_size
-        if ticket.num_cached is None:
-            ticket.num_cached = cached
-            self.counts.prompt_tokens += len(prompt)
-            self.counts.cached_tokens += cached
-        seq = Computing(Answer.start(ticket.request), slot, lease, ticket.num_cached, cached, rows)
-        self._outgoing[ticket.request_id] = Outgoing(ticket, seq, self._sending.new_held())
-        self.recorder.mark(ticket.request_id, "forward")
+            seq = self._forwards.start(ticket)
+        if seq is not None:
+            self._line.remove(ticket.request_id)
         return seq
 
     def _take_bootstrapped(self) -> None:
@@ -272,65 +247,49 @@ class PrefillScheduler:
             self.handle_bootstrap_failure(ticket, "bootstrap", ticket.sender.failure() or "bootstrap failed")
 
     def _look_at_waiting(self, ticket: Ticket) -> None:
-        if self.bootstrap.poll(ticket) == KVPoll.FAILED:
-            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
-        elif not ticket.is_bootstrapped and self.bootstrap.finalize_bootstrap(ticket):
+        if not self._has_failed(ticket) and not ticket.is_bootstrapped and self.bootstrap.finalize_bootstrap(ticket):
             self._line.promote(ticket)
 
     def _look_at_outgoing(self, outgoing: Outgoing) -> None:
         """At every turn, and so at every chunk border and while parked: has bootstrap ended, or the transfer failed?"""
-        ticket = outgoing.ticket
-        if self.bootstrap.poll(ticket) == KVPoll.FAILED:
-            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
-        elif self.bootstrap.finalize_bootstrap(ticket) and outgoing.parked is not None:
+        if not self._has_failed(outgoing.ticket) and self.bootstrap.finalize_bootstrap(outgoing.ticket) and outgoing.parked is not None:
             token, outgoing.parked = outgoing.parked, None
             self._commit(outgoing, token)
 
     def _look_at_delivery(self, ticket: Ticket) -> None:
-        state = self.bootstrap.poll(ticket)
-        if state == KVPoll.FAILED:
-            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
-        elif state == KVPoll.SUCCESS:
+        if not self._has_failed(ticket) and ticket.sender.poll() == KVPoll.SUCCESS:
             del self._delivering[ticket.request_id]
-            self._deadlines.remove(ticket.request_id)
-            self.bootstrap.maybe_release_metadata_buffer(ticket)
+            self._close(ticket)
             self._outcomes.finish(ticket.request_id, "handed_off", ticket.num_cached or 0)
+
+    def _has_failed(self, ticket: Ticket) -> bool:
+        """Whether the transfer has failed; the request has ended then."""
+        has_failed = self.bootstrap.poll(ticket) == KVPoll.FAILED
+        if has_failed:
+            self.abort(ticket.request_id, "transfer", ticket.sender.failure() or "transfer failed")
+        return has_failed
 
     def _feed_starved(self) -> None:
         """Requests that are bootstrapped must not wait for metadata slots that optimists hold: those go back, the last first."""
         while self.metadata.num_free == 0 and self.bootstrap.num_starved():
-            hopeful, parked = self._line.last_hopeful(), self._last_parked()
+            hopeful, parked = self._line.last_hopeful(), self._forwards.last_parked()
             if hopeful is not None:
                 self._line.remove(hopeful.request_id)
                 self.bootstrap.add(hopeful)
             elif parked is not None:
-                self._requeue(parked)
-                self.bootstrap.add(parked.ticket)
+                self._retry(parked)
             else:
                 return
             self._take_bootstrapped()
 
-    def _last_parked(self) -> Outgoing | None:
-        return next((outgoing for outgoing in reversed(self._outgoing.values()) if outgoing.parked is not None), None)
-
     def _retry(self, outgoing: Outgoing) -> None:
-        """Let go of a forward that came to nothing. The next one finds what it has computed in the tree, unless that is evicted first."""
-        self._requeue(outgoing)
-        ticket = outgoing.ticket
-        if ticket.is_bootstrapped or self.bootstrap.has_retries_left(ticket):
-            self._line.put_back(ticket)
-            self.bootstrap.reset_prefill_retry_time(ticket)
+        """Let go of a forward that came to nothing; the request lines up for the next one."""
+        self._forwards.lose(outgoing)
+        if outgoing.ticket.is_bootstrapped:
+            self._line.add(outgoing.ticket)
+            self.bootstrap.reset_prefill_retry_time(outgoing.ticket)
         else:
-            self.bootstrap.add(ticket)
-
-    def _requeue(self, outgoing: Outgoing) -> None:
-        seq = outgoing.seq
-        self.memory.publish(seq.lease, seq.answer.tokens)
-        seq.is_aborted = True
-        self._free_computing(outgoing)
-        outgoing.ticket.num_retries += 1
-        self.recorder.note(outgoing.ticket.request_id, "retry", "retries", 1)
-        self.counts.retries += 1
+            self.bootstrap.add(outgoing.ticket)
 
     def _commit(self, outgoing: Outgoing, token: TokenOut) -> None:
         """Bootstrap has ended and the prompt is computed: publish its KV, tell the token, write the row."""
@@ -351,10 +310,14 @@ class PrefillScheduler:
     def _end_with_first_token(self, outgoing: Outgoing, token: TokenOut, end: str) -> None:
         ticket = outgoing.ticket
         ticket.sender.fail("the answer ended with its first token")
-        self._free_computing(outgoing)
+        self._forwards.free(outgoing)
+        self._close(ticket)
+        self._outcomes.finish(ticket.request_id, end, ticket.num_cached or 0, token.token if end == "stop" else None)
+
+    def _close(self, ticket: Ticket) -> None:
+        """Free what a request holds in every place."""
         self.bootstrap.maybe_release_metadata_buffer(ticket)
         self._deadlines.remove(ticket.request_id)
-        self._outcomes.finish(ticket.request_id, end, ticket.num_cached or 0, token.token if end == "stop" else None)
 
     def _take_out(self, request_id: str) -> Ticket | None:
         """Remove the request from wherever it is, with its pages and request slot; None where it is nowhere."""
@@ -362,18 +325,9 @@ class PrefillScheduler:
             return self.bootstrap.pop(request_id)
         if request_id in self._delivering:
             return self._delivering.pop(request_id)
-        if request_id in self._outgoing:
-            outgoing = self._outgoing[request_id]
-            outgoing.seq.is_aborted = True
-            self._free_computing(outgoing)
-            return outgoing.ticket
+        if request_id in self._forwards:
+            return self._forwards.abort(request_id)
         return self._line.remove(request_id)
-
-    def _free_computing(self, outgoing: Outgoing) -> None:
-        del self._outgoing[outgoing.ticket.request_id]
-        self.memory.release(outgoing.seq.lease)
-        self.slots.free(outgoing.seq.slot)
-        outgoing.held.drop()
 
 
 def _metadata_row(request: SequenceRequest, token: TokenOut, num_cached: int) -> MetadataRow:

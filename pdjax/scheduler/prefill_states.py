@@ -6,10 +6,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from pdjax.protocol import TokenOut
-from pdjax.scheduler.bootstrap import Ticket
 from pdjax.scheduler.chunks import Computing
 from pdjax.scheduler.outbound import Held
 from pdjax.scheduler.rotation import Rotation
+from pdjax.scheduler.ticket import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,12 @@ class WaitingLine:
         return len(self._looks)
 
     def add(self, ticket: Ticket) -> None:
-        self._line_of(ticket)[ticket.request_id] = ticket
+        """Line up, at the head after a lost forward."""
+        line = self._ready if ticket.is_bootstrapped else self._hopeful
+        line[ticket.request_id] = ticket
+        if ticket.num_retries:
+            line.move_to_end(ticket.request_id, last=False)
         self._looks.add(ticket.request_id, ticket)
-
-    def put_back(self, ticket: Ticket) -> None:
-        """Line up at the head."""
-        self.add(ticket)
-        self._line_of(ticket).move_to_end(ticket.request_id, last=False)
 
     def head(self) -> Ticket | None:
         return next(iter((self._ready or self._hopeful).values()), None)
@@ -90,9 +89,6 @@ class WaitingLine:
             return None
         del (self._ready if request_id in self._ready else self._hopeful)[request_id]
         return self._looks.pop(request_id)
-
-    def _line_of(self, ticket: Ticket) -> OrderedDict[str, Ticket]:
-        return self._ready if ticket.is_bootstrapped else self._hopeful
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pdjax.protocol import Sampling
+from pdjax.scheduler.graces import Backoff
 from pdjax.simulation.engine import Cost
 
 NEVER = 1_000_000
@@ -96,7 +97,7 @@ class Job(NamedTuple):
 
 class Policy(NamedTuple):
     """What configuration would say, the same for every worker. `grace`: ticks that a request waits before it goes ahead of its bootstrap.
-    `max_held_pages`: kept gathered for requests whose bootstrap is pending. `is_recorded`: schedulers keep timelines.
+    `max_held_pages`: kept gathered for requests whose bootstrap is pending. `is_recorded`: schedulers keep timelines. `backoff`: in ticks.
     """
 
     page_size: int
@@ -114,6 +115,7 @@ class Policy(NamedTuple):
     prefix_cache: bool
     max_attempts: int
     is_recorded: bool
+    backoff: Backoff = Backoff()
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class World:
         )
         slots, metadata, recorder = SlotPool(size.slots, "request"), MetadataSlots(size.metadata), self._recorder()
         faults = FaultHooks(self._force_retry, self._fail_poll)
-        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, faults, recorder, policy.grace)
+        bootstrap = BootstrapQueue(port, metadata, policy.page_size, policy.retries, faults, recorder, policy.grace, policy.backoff)
         worker.start(PrefillScheduler(self._memory(size), slots, metadata, bootstrap, limits, recorder), port)
         return worker
 

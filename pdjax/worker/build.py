@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,10 @@ from pdjax.config.schema import Config
 from pdjax.engine.base import StepEngine
 from pdjax.engine.compilation import Programs
 from pdjax.engine.engine import Engine
+from pdjax.engine.kv_scales import KVScales
+from pdjax.engine.library import Library
 from pdjax.engine.mesh import Placement
-from pdjax.engine.weights import StreamedWeights, Weights
+from pdjax.engine.weights import RestoredWeights, StreamedWeights, Weights
 from pdjax.models.shape import ModelShape
 from pdjax.observe.progress import Progress
 from pdjax.protocol import Layout, Peer, WorkerInfo
@@ -40,25 +45,68 @@ is bootstrapped in time loses nothing and holds no copy of its pages."""
 
 
 def load_weights(checkpoint: Checkpoint, config: Config, progress: Progress) -> Weights:
-    """On CPU into memory, which engines then share; elsewhere an engine reads them as it places them."""
+    """On CPU into memory, which engines then share; elsewhere, and where they are stored narrower, an engine reads them as it places them, or
+    its devices read their own parts."""
     progress.stage("load", 0)
     dtype = np.dtype(config.model.dtype)
-    if jax.default_backend() == "cpu":
+    is_narrower = config.weights_dtype != config.model.dtype
+    if jax.default_backend() == "cpu" and not is_narrower:
         return checkpoint.load_weights(dtype, progress.advance)
+    restore = checkpoint.restorer(dtype)
+    if restore is not None and not is_narrower:
+        return RestoredWeights(checkpoint.shape, restore, progress.advance)
     return StreamedWeights(checkpoint.shape, dtype, checkpoint.read_into, progress.advance)
 
 
-def load_engine(
-    checkpoint: Checkpoint, weights: Weights, config: Config, programs: Programs, placement: Placement, progress: Progress
-) -> Engine:
-    """An engine whose every program is compiled."""
-    engine = Engine(_served_shape(checkpoint, config), weights, config.engine, np.dtype(config.model.dtype), placement)
+def load_engines(
+    checkpoint: Checkpoint, weights: Weights, config: Config, programs: Programs, places: Sequence[Placement], progress: Progress
+) -> list[Engine]:
+    """An engine at each place, of as many devices each, whose every program is compiled.
+
+    Weights are read once: engines share those on the host, and copy those on devices from the first engine's. Programs belong to their
+    devices, so each engine compiles its own, all at the same time.
+    """
+    shape, dtype = _served_shape(checkpoint, config), np.dtype(config.model.dtype)
+    engines = [Engine(shape, weights, config.engine, dtype, places[0])]
+    shared = weights if isinstance(weights, dict) else engines[0].weights
+    engines += [Engine(shape, shared, config.engine, dtype, place) for place in places[1:]]
     progress.stage("compile", 0)
-    engine.warm_up(lambda done, total, name: progress.advance(done, total, name), programs)
-    return engine
+    reports = _Together(progress, len(engines))
+    with concurrent.futures.ThreadPoolExecutor(len(engines), thread_name_prefix="compile") as pool:
+        warming = [pool.submit(engine.warm_up, reports.of(rank), programs) for rank, engine in enumerate(engines)]
+    for each in warming:
+        each.result()
+    return engines
 
 
-def layout_of(checkpoint: Checkpoint, config: Config) -> Layout:
+def find_kv_scales(checkpoint: Checkpoint, config: Config, placement: Placement, progress: Progress) -> KVScales:
+    """Those that an engine with an int8 pool would find. Makes no pool."""
+    weights, dtype = load_weights(checkpoint, config, progress), np.dtype(config.model.dtype)
+    engine = config.engine.model_copy(update={"kv_dtype": "int8", "kv_scales": None})
+    scales = Library(_served_shape(checkpoint, config), weights, engine, dtype, placement, None).kv_scales
+    assert scales is not None, "an int8 pool without scales"
+    return scales
+
+
+class _Together:
+    """The progress of several engines that compile at the same time, as one. Any thread may call."""
+
+    def __init__(self, progress: Progress, number: int):
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done, self._totals = [0] * number, [0] * number
+
+    def of(self, rank: int) -> Callable[[int, int, str], None]:
+        def report(done: int, total: int, name: str) -> None:
+            with self._lock:
+                self._done[rank], self._totals[rank] = done, total
+                self._progress.advance(sum(self._done), max(self._totals) * len(self._totals), name)
+
+        return report
+
+
+def layout_of(checkpoint: Checkpoint, config: Config, engine: StepEngine) -> Layout:
+    """Of the KV that `engine` gives out and takes."""
     shape = checkpoint.shape
     return Layout(
         model_fingerprint=checkpoint.fingerprint + _served_shape(checkpoint, config).rope_variant(),
@@ -67,15 +115,16 @@ def layout_of(checkpoint: Checkpoint, config: Config) -> Layout:
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        kv_scales=engine.kv_scales_digest(),
     )
 
 
-def worker_info(checkpoint: Checkpoint, config: Config, role: str, peer: Peer) -> WorkerInfo:
+def worker_info(checkpoint: Checkpoint, config: Config, role: str, peer: Peer, layout: Layout) -> WorkerInfo:
     pool_tokens = (config.engine.num_pages - 1) * config.engine.page_size
     return WorkerInfo(
         role=role,
         peer=peer,
-        layout=layout_of(checkpoint, config),
+        layout=layout,
         model_name=config.model.name or checkpoint.name,
         max_context_tokens=min(_max_context_tokens(checkpoint, config), pool_tokens + 1),
         max_prompt_tokens=pool_tokens,

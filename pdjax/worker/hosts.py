@@ -102,6 +102,9 @@ class LeaderEngine(StepEngine):
     def compilations_after_warm_up(self) -> int:
         return self._engine.compilations_after_warm_up()
 
+    def kv_scales_digest(self) -> str:
+        return self._engine.kv_scales_digest()
+
     def _tell(self, message: Message, payload: memoryview | None = None) -> None:
         for link in self._links:
             link.send(message, payload)

@@ -47,7 +47,7 @@ class Meeting(NamedTuple):
         worker = config.worker
         assert worker.coordinator is not None, f"{worker.num_hosts} hosts without worker.coordinator"
         host, _, port = worker.coordinator.rpartition(":")
-        width = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
+        width = config.workers(role).tensor_parallel
         settings = {
             "role": role,
             "model": fingerprint,

@@ -37,7 +37,8 @@ class _Abort(NamedTuple):
 class EngineLoop:
     """Runs a role in a thread of its own. `submit` and `abort` are for the asyncio loop, `wake` for any thread.
 
-    Dies in order: whatever the role raises fails every open request, then `on_death` is called once, from the loop's thread.
+    Dies in order: whatever the role raises fails every open request, then `on_death` is called once, from the loop's thread. What comes
+    later fails at once.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class EngineLoop:
         self._mailbox: deque[_Submit | _Abort] = deque()
         self._streams: dict[str, EventStream] = {}
         self._is_stopping = False
+        self._end: Failed | None = None
         self._last_turn_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -60,6 +62,8 @@ class EngineLoop:
         stream = EventStream()
         self._mailbox.append(_Submit(request, stream))
         self._wakeup.set()
+        if self._end is not None:  # too late for the loop, or told by it as well
+            stream.put(self._end)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -119,6 +123,8 @@ class EngineLoop:
             self.role.check()
 
     def _fail_all(self, message: str) -> None:
-        failed = Failed(kind="internal", message=message, retriable=True)
-        self._outbox.post([Delivery(stream, failed) for stream in self._streams.values()])
+        failed = self._end = Failed(kind="internal", message=message, retriable=True)
+        waiting = [mail.stream for mail in self._mailbox if isinstance(mail, _Submit)]
+        self._outbox.post([Delivery(stream, failed) for stream in (*self._streams.values(), *waiting)])
         self._streams.clear()
+        self._mailbox.clear()

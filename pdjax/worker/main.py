@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
-import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import grpc
-import grpc.aio
 import jax
 
-from pdjax import rpc
 from pdjax.checkpoints import Checkpoint, open_checkpoint
 from pdjax.config.schema import Config
-from pdjax.engine.base import StepEngine
 from pdjax.engine.compilation import DECODE_WORKER, PREFILL_WORKER, enable_compile_cache
 from pdjax.engine.engine import Engine
 from pdjax.observe.progress import Progress
 from pdjax.observe.signals import stop_signals
-from pdjax.protocol import Peer
-from pdjax.transfer.grpc_stream import GrpcSink, GrpcSource
-from pdjax.worker.build import build_decode, build_prefill, layout_of, load_engine, load_weights, transfer_limits, worker_info
-from pdjax.worker.devices import devices_in
+from pdjax.worker.build import load_engines, load_weights
+from pdjax.worker.devices import devices_of_ranks
 from pdjax.worker.hosts import LeaderEngine, end_now, follow, telling_failures
 from pdjax.worker.hosts_meet import Meeting, devices_of_hosts, join, lead
-from pdjax.worker.links import make_carriers, make_lander
-from pdjax.worker.loop import EngineLoop
-from pdjax.worker.membership import RouterLink
 from pdjax.worker.memory_plan import WorkerRole, plan_memory
-from pdjax.worker.role import Role
-from pdjax.worker.service import sequence_handler
-
-STOP_GRACE_S = 0.5
-"""What calls that run get between the order to stop and being cut off. Their clients are told at once, so they have no use for more."""
-
-
-class _Parts(NamedTuple):
-    """What of a worker differs between the roles."""
-
-    role: Role
-    handlers: list[grpc.GenericRpcHandler]
-    method: str
+from pdjax.worker.ranks import Seat, start_ranks, stop_ranks
 
 
 def run_worker(config: Config, role: WorkerRole, progress: Progress) -> int:
@@ -54,29 +30,36 @@ def run_worker(config: Config, role: WorkerRole, progress: Progress) -> int:
     checkpoint = open_checkpoint(config.model.source)
     plan_memory(checkpoint.shape, config, role).check(role)
     if config.worker.host_index == 0:
-        _check_port_is_free(config.worker.host, config.worker.port)
+        _check_ports_are_free(config, role)
     if config.engine.compile_cache is not None:
         enable_compile_cache(config.engine.compile_cache)
     if config.worker.num_hosts == 1:
-        (devices,) = devices_in([range(config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel)])
-        return asyncio.run(_serve(config, role, checkpoint, _load(config, role, checkpoint, devices, progress), progress))
+        places = devices_of_ranks(config.workers(role).data_parallel, config.workers(role).tensor_parallel)
+        engines = _load(config, role, checkpoint, places, progress)
+        seats = [Seat(index, engine, place[0]) for index, (engine, place) in enumerate(zip(engines, places, strict=True))]
+        return asyncio.run(_serve(config, role, checkpoint, seats, progress))
     meeting = Meeting.of(config, role, checkpoint.fingerprint)
     return (_lead if config.worker.host_index == 0 else _follow)(meeting, config, role, checkpoint, progress)
 
 
-def _load(config: Config, role: WorkerRole, checkpoint: Checkpoint, devices: list[jax.Device], progress: Progress) -> Engine:
+def _load(
+    config: Config, role: WorkerRole, checkpoint: Checkpoint, places: Sequence[Sequence[jax.Device]], progress: Progress
+) -> list[Engine]:
+    """An engine at each place."""
     programs = PREFILL_WORKER if role == "prefill" else DECODE_WORKER
     weights = load_weights(checkpoint, config, progress)
-    return load_engine(checkpoint, weights, config, programs, devices, progress)
+    return load_engines(checkpoint, weights, config, programs, places, progress)
 
 
 def _lead(meeting: Meeting, config: Config, role: WorkerRole, checkpoint: Checkpoint, progress: Progress) -> int:
     """Host 0 of a worker over several."""
     links = lead(meeting, progress, end_now(progress))
     with telling_failures(links):
-        engine = LeaderEngine(_load(config, role, checkpoint, devices_of_hosts(meeting), progress), links)
+        devices = devices_of_hosts(meeting)
+        (own_engine,) = _load(config, role, checkpoint, [devices], progress)
+        engine = LeaderEngine(own_engine, links)
         engine.await_hosts()
-        status = asyncio.run(_serve(config, role, checkpoint, engine, progress))
+        status = asyncio.run(_serve(config, role, checkpoint, [Seat(0, engine, devices[0])], progress))
     engine.stop_hosts()
     return status
 
@@ -86,49 +69,25 @@ def _follow(meeting: Meeting, config: Config, role: WorkerRole, checkpoint: Chec
     end = end_now(progress)
     link = join(meeting, progress, end)
     with telling_failures([link]):
-        engine = _load(config, role, checkpoint, devices_of_hosts(meeting), progress)
+        (engine,) = _load(config, role, checkpoint, [devices_of_hosts(meeting)], progress)
         progress.ready(host=f"{meeting.host_index} of {meeting.num_hosts}")
         follow(engine, link, end)
     return 0
 
 
-async def _serve(config: Config, role: WorkerRole, checkpoint: Checkpoint, engine: StepEngine, progress: Progress) -> int:
+async def _serve(config: Config, role: WorkerRole, checkpoint: Checkpoint, seats: Sequence[Seat], progress: Progress) -> int:
+    """Serve with a rank on each seat. The death of one ends all: the supervisor, or whoever watches this process, starts it anew."""
     stopped = _StopSignal(asyncio.get_running_loop())
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    port = server.add_insecure_port(f"{config.worker.host}:{config.worker.port}")
-    peer = Peer(f"{config.worker.advertise_host or config.worker.host}:{port}", secrets.token_hex(8))
-    wakeup = threading.Event()
-    make_parts = _prefill_parts if role == "prefill" else _decode_parts
-    parts = make_parts(engine, checkpoint, config, peer, wakeup.set)
-    loop = EngineLoop(parts.role, wakeup, asyncio.get_running_loop(), f"{role}-loop", stopped.died)
-    server.add_generic_rpc_handlers((sequence_handler(parts.method, loop), *parts.handlers))
-    await server.start()
-    router = config.worker.router or f"{config.router.control_host}:{config.router.control_port}"
-    link = RouterLink(router, worker_info(checkpoint, config, role, peer), loop.load, config.worker.heartbeat_interval_s)
-    link.start()
-    progress.ready(address=peer.address)
+    ranks = await start_ranks(config, role, checkpoint, seats, stopped.died)
+    progress.ready(address=" ".join(rank.peer.address for rank in ranks))
     try:
         return await stopped.wait()
     finally:
-        await link.leave()
-        await asyncio.to_thread(loop.stop)
-        await server.stop(STOP_GRACE_S)
-
-
-def _prefill_parts(engine: StepEngine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
-    layout, limits = layout_of(checkpoint, config), transfer_limits(config)
-    source = GrpcSource(layout, peer.instance_id, make_carriers(config, layout, limits), wake, limits)
-    return _Parts(build_prefill(engine, checkpoint, config, source, wake), [source.handler()], rpc.PREFILL)
-
-
-def _decode_parts(engine: StepEngine, checkpoint: Checkpoint, config: Config, peer: Peer, wake: Callable[[], None]) -> _Parts:
-    layout, limits = layout_of(checkpoint, config), transfer_limits(config)
-    sink = GrpcSink(layout, peer, make_lander(config, layout, limits, engine), asyncio.get_running_loop(), wake, limits)
-    return _Parts(build_decode(engine, checkpoint, config, sink, wake), [], rpc.DECODE)
+        await stop_ranks(ranks)
 
 
 class _StopSignal:
-    """Why the process ends: a signal, or the death of the engine loop."""
+    """Why the process ends: a signal, or the death of an engine loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -148,11 +107,13 @@ class _StopSignal:
             self._status.set_result(status)
 
 
-def _check_port_is_free(host: str, port: int) -> None:
-    """Raises OSError naming the address where another process has it: better now than after the model has been loaded."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+def _check_ports_are_free(config: Config, role: WorkerRole) -> None:
+    """Raises OSError naming an address that another process has: better now than after the model has been loaded."""
+    host, first = config.worker.host, config.worker.port
+    for port in range(first, first + (config.workers(role).data_parallel if first else 1)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from error

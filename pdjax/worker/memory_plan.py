@@ -13,9 +13,9 @@ from pdjax.checkpoints.hub import is_hub_id
 from pdjax.config.chips import CHIPS, ChipMemory, ChipName
 from pdjax.config.schema import Config
 from pdjax.engine.split import check_split, num_pool_heads, values_per_chip
-from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.shape import ModelShape, WeightSpec, weight_specs
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 SCORE_BLOCK_ROWS = 64
 """Rows of a prompt whose logits exist together; as the engine's."""
@@ -29,7 +29,7 @@ WorkerRole = Literal["prefill", "decode"]
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes on one chip of one worker.
+    """Bytes on one chip of one worker; of several ranks in a process each is a worker.
 
     `pool`: the KV pool. `transit`: copies of pages that have been gathered and not sent, or received and not installed, at most.
     `state`: what the sampler remembers of each request. `activations`: an estimate, see `_activations`. `pool_tokens`: of the whole pool.
@@ -87,16 +87,15 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(shape: ModelShape, config: Config, role: WorkerRole) -> MemoryPlan:
     """What one chip of one worker holds. Raises ValueError where the model cannot be split over so many chips."""
-    number = config.prefill.tensor_parallel if role == "prefill" else config.decode.tensor_parallel
+    number = config.workers(role).tensor_parallel
     check_split(shape, number)
     engine = config.engine
-    weights = sum(values_per_chip(shape, spec, number) for spec in weight_specs(shape).values())
-    page_bytes = engine.page_size * shape.kv_bytes_per_token(ITEM_BYTES[config.kv_dtype])
+    page_bytes = engine.page_size * _stored(shape, config).kv_bytes_per_token(ITEM_BYTES[config.kv_dtype])
     pool_heads = num_pool_heads(shape, number)
     is_chunk_split = pool_heads == shape.num_kv_heads and config.worker.num_hosts == 1
     return MemoryPlan(
         num_chips=number,
-        weights=weights * ITEM_BYTES[config.model.dtype],
+        weights=sum(_weight_bytes(shape, spec, config, number) for spec in weight_specs(shape).values()),
         pool=engine.num_pages * page_bytes * pool_heads // (shape.num_kv_heads * number),
         transit=_pages_in_transit(shape, config, role) * page_bytes // (number if is_chunk_split else 1),
         state=(engine.max_running + 1) * shape.vocab_size * _HISTORY_BYTES,
@@ -105,6 +104,12 @@ def plan_memory(shape: ModelShape, config: Config, role: WorkerRole) -> MemoryPl
         pool_tokens=(engine.num_pages - 1) * engine.page_size,
         chip_name=config.worker.chip,
     )
+
+
+def _stored(shape: ModelShape, config: Config) -> ModelShape:
+    """As its keys and values lie in memory: heads of whole rows."""
+    lanes = 1 if config.worker.chip is None else CHIPS[config.worker.chip].lanes
+    return shape._replace(head_dim=-(-shape.head_dim // lanes) * lanes)
 
 
 def memory_report(config: Config, role: str) -> list[str]:
@@ -123,8 +128,19 @@ def memory_report(config: Config, role: str) -> list[str]:
     for name in roles:
         plan = plan_memory(shape, config, name)
         plan.check(name)
-        lines += [f"memory of a {name} worker, on each of its chips ({plan.num_chips}):", *(f"  {line}" for line in plan.lines())]
+        ranks = config.workers(name).data_parallel
+        chips = f"{ranks} ranks of {plan.num_chips}" if ranks > 1 else f"{plan.num_chips}"
+        lines += [f"memory of a {name} worker, on each of its chips ({chips}):", *(f"  {line}" for line in plan.lines())]
     return lines
+
+
+def _weight_bytes(shape: ModelShape, spec: WeightSpec, config: Config, number: int) -> int:
+    """Of one weight, on each of `number` chips."""
+    values, dtype = values_per_chip(shape, spec, number), config.weights_dtype
+    if not spec.is_projection:
+        return values * ITEM_BYTES[config.model.dtype]
+    scales = 4 * values_per_chip(shape, spec.of_scales(), number) if dtype == "int8" else 0
+    return values * ITEM_BYTES[dtype] + scales
 
 
 def _worker_roles(config: Config, role: str) -> list[WorkerRole]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.base import Mutant
 
 DECODE = "scheduler/decode.py"
+RECEPTIONS = "scheduler/receptions.py"
 SEQUENCE = "scheduler/sequence.py"
 STATES = "scheduler/decode_states.py"
 
@@ -80,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "chunks are installed in any order",
-        DECODE,
+        RECEPTIONS,
         "if chunk.first_page != entry.num_pages or end >",
         "if end >",
         "a lost chunk leaves a hole",

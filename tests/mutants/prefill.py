@@ -1,4 +1,4 @@
-"""Faults of the prefill scheduler, its bootstrap queue and its chunks."""
+"""Faults of the prefill scheduler, its bootstrap queue, its forwards and its chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutants.base import Mutant
 
 BOOTSTRAP = "scheduler/bootstrap.py"
 CHUNKS = "scheduler/chunks.py"
+FORWARDS = "scheduler/forwards.py"
 OUTBOUND = "scheduler/outbound.py"
 PREFILL = "scheduler/prefill.py"
 SENDING = "scheduler/sending.py"
@@ -27,9 +28,10 @@ MUTANTS = (
         "an abort keeps the metadata slot",
         PREFILL,
         """        ticket.sender.fail(message)
-        self.bootstrap.maybe_release_metadata_buffer(ticket)
+        self._close(ticket)
 """,
         """        ticket.sender.fail(message)
+        self._deadlines.remove(ticket.request_id)
 """,
         "every abort costs a slot for good",
         (11, 15, 20),
@@ -44,8 +46,8 @@ MUTANTS = (
     ),
     Mutant(
         "a retry is not counted",
-        PREFILL,
-        "        outgoing.ticket.num_retries += 1\n",
+        FORWARDS,
+        "        ticket.num_retries += 1\n",
         "",
         "a request is computed more than N + 1 times",
         (7, 27, 29),
@@ -60,22 +62,22 @@ MUTANTS = (
     ),
     Mutant(
         "pages are published when they are leased",
-        PREFILL,
-        """        self._line.remove(ticket.request_id)
+        FORWARDS,
+        """            return None
         cached =""",
-        """        self._line.remove(ticket.request_id)
-        self.memory.publish(lease, prompt)
+        """            return None
+        self._memory.publish(lease, prompt)
         cached =""",
         "others read pages that nobody has computed",
         (3, 5, 7),
     ),
     Mutant(
         "an aborted prompt waits for its step",
-        PREFILL,
-        """            outgoing = self._outgoing[request_id]
-            outgoing.seq.is_aborted = True
+        FORWARDS,
+        """        outgoing = self._outgoing[request_id]
+        outgoing.seq.is_aborted = True
 """,
-        """            outgoing = self._outgoing[request_id]
+        """        outgoing = self._outgoing[request_id]
 """,
         "the result of the step finds nobody",
         (7, 11, 40),
@@ -94,7 +96,7 @@ MUTANTS = (
     Mutant(
         "parked requests keep their pages",
         PREFILL,
-        "        while seq is None and ticket.is_bootstrapped and (parked := self._last_parked()):\n",
+        "        while seq is None and ticket.is_bootstrapped and (parked := self._forwards.last_parked()):\n",
         "        while seq is None and ticket.is_bootstrapped and (parked := None):\n",
         "a bootstrapped request waits for one that waits for it",
         (359, 460, 629),
@@ -118,8 +120,7 @@ MUTANTS = (
     Mutant(
         "a failed request keeps its deadline",
         PREFILL,
-        """        self.bootstrap.maybe_release_metadata_buffer(ticket)
-        self._deadlines.remove(ticket.request_id)
+        """        self._close(ticket)
         self._outcomes.fail""",
         """        self.bootstrap.maybe_release_metadata_buffer(ticket)
         self._outcomes.fail""",
@@ -137,17 +138,17 @@ MUTANTS = (
     ),
     Mutant(
         "the last token of a prompt is taken from the cache",
-        PREFILL,
-        "self.memory.lease(prompt, max_cached_tokens(rows, len(prompt)), len(prompt))",
-        "self.memory.lease(prompt, len(prompt), len(prompt))",
+        FORWARDS,
+        "self._memory.lease(prompt, max_cached_tokens(rows, len(prompt)), len(prompt))",
+        "self._memory.lease(prompt, len(prompt), len(prompt))",
         "nothing is computed, so nothing chooses the first token",
         (87, 118, 123),
     ),
     Mutant(
         "pages leave before the step that computes them",
         PREFILL,
-        "self._outgoing[part.seq.answer.request_id], part.start)",
-        "self._outgoing[part.seq.answer.request_id], part.end)",
+        "self._forwards[part.seq.answer.request_id], part.start)",
+        "self._forwards[part.seq.answer.request_id], part.end)",
         "decode gets what the page held before",
         (5, 12, 13),
     ),
@@ -177,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "held chunks stay when their request is gone",
-        PREFILL,
+        FORWARDS,
         "        outgoing.held.drop()\n",
         "",
         "copies of pages fill the holding place until nothing can be held",
