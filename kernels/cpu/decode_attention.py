@@ -74,14 +74,15 @@ def _num_parts(frame: int) -> int:
 
 @njit
 def _state_bytes(frame: int) -> int:
-    """Of the softmax of every query head over a stretch, float32[H, 2 + D]: its peak, its total, and what it has summed of values."""
-    return 4 * calls.argument_dim(frame, _QUERIES, 1) * (2 + calls.argument_dim(frame, _QUERIES, 2))
+    """Of the softmax of every query head over a stretch, float32[H, 2 + D]: its peak, its total, and what it has summed of values. Whole words."""
+    num_floats = calls.argument_dim(frame, _QUERIES, 1) * (2 + calls.argument_dim(frame, _QUERIES, 2))
+    return 8 * ((num_floats + 1) // 2)
 
 
 @njit
 def _part_bytes(frame: int) -> int:
     """Scratch of a part: its states, where its rows lie int64[_STRETCH + 1], its scores float32[H, _STRETCH]."""
-    return _state_bytes(frame) + 8 * (_STRETCH + 1) + 4 * _STRETCH * calls.argument_dim(frame, _QUERIES, 1)
+    return _state_bytes(frame) + 8 * (_STRETCH + 1) + 4 * _STRETCH * calls.argument_dim(frame, _QUERIES, 1)  # _STRETCH is even
 
 
 @njit
