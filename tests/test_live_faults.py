@@ -127,9 +127,10 @@ def is_named(request_id: str, room: int) -> bool:
 
 
 def forced_and_lost(client: Client, reply: Reply) -> tuple[bool, int]:
-    """Whether the hook names the request, and how many of its forwards were lost."""
+    """Whether the hook names the request in its last attempt, of which a busy machine may need more than one, and how many of that
+    attempt's forwards were lost."""
     timeline = client.http.get(f"/v1/requests/{reply.request_id}/timeline").json()["timeline"]
-    [attempt] = timeline["sequences"][0]["attempts"]
+    attempt = timeline["sequences"][0]["attempts"][-1]
     stages = attempt["workers"][0]["stages"]
     return is_named(reply.request_id, int(attempt["room"], 16)), sum(stage["count"] for stage in stages if stage["name"] == "retry")
 
