@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -279,10 +279,14 @@ def test_rows_of_a_lost_node_are_done_by_others_and_a_node_that_joins_takes_its_
         (tmp_path / "joined").touch()
         assert driver.wait(DEADLINE_S) == 0
     check_results(job)
-    ended = {(row, node) for what, row, node in notes.read() if what == "end"}
-    lost = {(row, node) for what, row, node in notes.read() if what == "begin"} - ended
-    assert lost and len({node for _, node in lost}) == 1, f"rows were in flight on the lost node alone: {lost}"
-    assert {row for row, _ in lost} <= {row for row, _ in ended}
+    # An engine may outlive its node for a moment and end a row that others have begun by then.
+    nodes_of: dict[int, set[str]] = defaultdict(set)
+    for what, row, node in notes.read():
+        if what == "begin":
+            nodes_of[row].add(node)
+    twice = {row: names for row, names in nodes_of.items() if len(names) > 1}
+    assert twice and set.intersection(*twice.values()), f"rows that were in flight on the lost node, and no others, are done again: {twice}"
+    assert set(twice) <= {row for what, row, _ in notes.read() if what == "end"}
 
 
 # Programs
