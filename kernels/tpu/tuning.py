@@ -45,7 +45,7 @@ _ENTRIES: dict[tuple[str, int, str], _Entry] = {
     for chip in _VMEM_LIMITS
     for head_dim, entry in ((64, _DEFAULT), (128, _DEFAULT), (256, _WIDE_HEADS))
     for dtype in _DTYPES
-} | {("v6e", 64, "float32"): _Entry(4096, 256, 512)}  # blocks of 512 take more VMEM than the kernel asks for
+} | {(chip, 64, "float32"): _Entry(4096, 256, 512) for chip in ("v6e", "7x")}  # blocks of 512 take more VMEM than the kernel asks for
 """By chip, head_dim (64 stands for all below 128) and dtype of the pool."""
 
 

@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Compile every kernel for every accelerator, on a machine that has none, and print what the compilers made of it: bundles per 1,000 scores, use
 of slots, spills; registers and shared memory; and whole steps of Llama-3-8B by the compiler's estimate. Nothing runs.
 
-Needs the extra `aot` (scripts/kernel_report installs it). All targets take about half an hour on two cores. Each result is kept until the
+Needs the extra `aot` (scripts/kernel_report installs it). All targets take about 50 minutes on two cores. Each result is kept until the
 kernel's source or a compiler changes: what was interrupted goes on, and a second run takes seconds.
 
 --tune compiles, for each entry of the tuning tables, the entry and its neighbours, with one size halved or doubled, and writes their figures
