@@ -10,7 +10,7 @@ from pdjax.config.schema import EngineConfig
 from pdjax.engine.batch import DecodeSeq, PrefillSeq, StepOutput
 from pdjax.engine.engine import Engine
 from pdjax.kernels.xla import Tuning, XlaAttention
-from pdjax.models.shape import ModelShape, weight_specs
+from pdjax.models.shape import Experts, ModelShape, weight_specs
 from pdjax.protocol import Sampling
 
 SHAPE = ModelShape(
@@ -26,6 +26,20 @@ SHAPE = ModelShape(
     max_context_tokens=128,
     tied_embeddings=False,
 )
+WIDE = SHAPE._replace(num_heads=8, num_kv_heads=2, vocab_size=64)
+MIXTURE = Experts(num_experts=4, num_active=2, ffn_dim=16, are_normed=True)
+WIDE_SHAPES = {
+    "llama": WIDE,
+    "tied, with as many KV heads as heads": WIDE._replace(num_kv_heads=8, tied_embeddings=True),
+    "qwen2, a vocabulary that does not divide": WIDE._replace(family="qwen2", vocab_size=61),
+    "gemma2": WIDE._replace(family="gemma2", attention_soft_cap=5.0, logits_soft_cap=3.0, layer_windows=(8, 1 << 30)),
+    "experts on chips of their own": WIDE._replace(family="mixtral", experts=MIXTURE),
+    "experts split": WIDE._replace(family="qwen3_moe", experts=MIXTURE._replace(num_experts=3)),
+    "experts with a shared one": WIDE._replace(family="qwen2_moe", experts=MIXTURE._replace(shared_ffn_dim=8)),
+}
+"""Models that four chips can share, one for each way of sharing."""
+GREEDY = Sampling(max_tokens=1000, temperature=0.0)
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 61, 23)]
 CONFIG = EngineConfig(
     page_size=4,
     num_pages=160,

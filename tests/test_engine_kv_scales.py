@@ -23,9 +23,9 @@ from pdjax.kernels.xla import XlaAttention
 from pdjax.kv_scales import main
 from pdjax.models.shape import ModelShape, weight_specs
 from pdjax.worker.build import layout_of
-from tests.engine_kit import SHAPE, SMALL_BLOCKS, random_weights
+from tests.engine_kit import SHAPE, SMALL_BLOCKS, WIDE, random_weights
 from tests.model_kit import quick_compilation, read_golden
-from tests.test_engine_mesh import ENGINE, PAGES, WIDE, answered, prefilled
+from tests.test_engine_mesh import ENGINE, PAGES, answered, prefilled
 
 INT8 = ENGINE.model_copy(update={"kv_dtype": "int8"})
 BIASED = SHAPE._replace(family="qwen2", num_heads=4, num_kv_heads=2, head_dim=4, max_context_tokens=64)

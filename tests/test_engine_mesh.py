@@ -13,25 +13,12 @@ from pdjax.engine.batch import DecodeSeq, PrefillSeq
 from pdjax.engine.engine import Engine
 from pdjax.engine.mesh import TensorChips, chips_for
 from pdjax.kernels.xla import XlaAttention
-from pdjax.models.shape import Experts, ModelShape, WeightSpec, weight_specs
+from pdjax.models.shape import ModelShape, WeightSpec, weight_specs
 from pdjax.protocol import Sampling
-from tests.engine_kit import CONFIG, SHAPE, SMALL_BLOCKS, random_weights
+from tests.engine_kit import CONFIG, GREEDY, MIXTURE, PROMPT, SHAPE, SMALL_BLOCKS, WIDE, WIDE_SHAPES, random_weights
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-GREEDY = Sampling(max_tokens=1000, temperature=0.0)
-WIDE = SHAPE._replace(num_heads=8, num_kv_heads=2, vocab_size=64)
-MIXTURE = Experts(num_experts=4, num_active=2, ffn_dim=16, are_normed=True)
-SHAPES = {
-    "llama": WIDE,
-    "tied, with as many KV heads as heads": WIDE._replace(num_kv_heads=8, tied_embeddings=True),
-    "qwen2, a vocabulary that does not divide": WIDE._replace(family="qwen2", vocab_size=61),
-    "gemma2": WIDE._replace(family="gemma2", attention_soft_cap=5.0, logits_soft_cap=3.0, layer_windows=(8, 1 << 30)),
-    "experts on chips of their own": WIDE._replace(family="mixtral", experts=MIXTURE),
-    "experts split": WIDE._replace(family="qwen3_moe", experts=MIXTURE._replace(num_experts=3)),
-    "experts with a shared one": WIDE._replace(family="qwen2_moe", experts=MIXTURE._replace(shared_ffn_dim=8)),
-}
-PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 61, 23)]
 PAGES = list(range(3, 15))
 ENGINE = CONFIG.model_copy(update={"num_pages": 24, "decode_buckets": (1,), "max_running": 2, "prefill_buckets": (32,)})
 
@@ -57,7 +44,7 @@ def answered(engine: Engine, first: int, number: int = 12) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("shape", "width"), [(WIDE, 2), *((shape, 4) for shape in SHAPES.values())], ids=["llama, 2", *SHAPES])
+@pytest.mark.parametrize(("shape", "width"), [(WIDE, 2), *((shape, 4) for shape in WIDE_SHAPES.values())], ids=["llama, 2", *WIDE_SHAPES])
 def test_several_chips_answer_as_one_does(shape: ModelShape, width: int) -> None:
     alone, together = engine_of(shape, 1), engine_of(shape, width)
     expected = answered(alone, prefilled(alone))
@@ -122,7 +109,7 @@ def test_rows_of_a_chip_lie_side_by_side_with_copies_of_what_chips_share() -> No
         (SHAPE, 2, "tensor_parallel 2 does not divide 3 heads"),
         (WIDE._replace(num_kv_heads=4, num_heads=24, ffn_dim=48), 6, "tensor_parallel 6 does not divide 4 KV heads"),
         (WIDE._replace(ffn_dim=30), 4, "tensor_parallel 4 does not divide an MLP of 30"),
-        (SHAPES["experts split"]._replace(experts=MIXTURE._replace(num_experts=3, ffn_dim=6)), 4, "does not divide an expert of 6"),
+        (WIDE_SHAPES["experts split"]._replace(experts=MIXTURE._replace(num_experts=3, ffn_dim=6)), 4, "does not divide an expert of 6"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused_with_the_numbers(shape: ModelShape, width: int, text: str) -> None:
@@ -130,7 +117,7 @@ def test_a_model_that_does_not_divide_is_refused_with_the_numbers(shape: ModelSh
         chips_for(shape, jax.devices()[:width])
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", WIDE_SHAPES.values(), ids=WIDE_SHAPES)
 def test_every_large_weight_is_split(shape: ModelShape) -> None:
     chips = chips_for(shape, jax.devices()[:4])
     for path, spec in weight_specs(shape).items():

@@ -28,11 +28,10 @@ from pdjax.kernels.xla import Tuning, XlaAttention
 from pdjax.models import stored as stored_module
 from pdjax.models.model import Model
 from pdjax.models.moe import expert_mlps_in_groups, expert_mlps_in_tiles
-from pdjax.models.shape import Experts, ModelShape, WeightSpec, weight_specs
+from pdjax.models.shape import ModelShape, WeightSpec, weight_specs
 from pdjax.models.stored import StoredWeight, stored, stored_product
-from pdjax.protocol import Sampling
 from pdjax.worker.memory_plan import plan_memory
-from tests.engine_kit import CONFIG, SHAPE, SMALL_BLOCKS, random_weights
+from tests.engine_kit import CONFIG, GREEDY, PROMPT, SHAPE, SMALL_BLOCKS, WIDE, WIDE_SHAPES, random_weights
 from tests.model_kit import GOLDENS, golden_tensors, read_golden, write_folder
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -40,18 +39,6 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 MATRIX = ("qkv", "embed")
 EXPERTS = ("experts", "embed", "gate_up")
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
-GREEDY = Sampling(max_tokens=1000, temperature=0.0)
-WIDE = SHAPE._replace(num_heads=8, num_kv_heads=2, vocab_size=64)
-MIXTURE = Experts(num_experts=4, num_active=2, ffn_dim=16, are_normed=True)
-SHAPES = {
-    "llama": WIDE,
-    "tied, with as many KV heads as heads": WIDE._replace(num_kv_heads=8, tied_embeddings=True),
-    "qwen2, a vocabulary that does not divide": WIDE._replace(family="qwen2", vocab_size=61),
-    "experts on chips of their own": WIDE._replace(family="mixtral", experts=MIXTURE),
-    "experts split": WIDE._replace(family="qwen3_moe", experts=MIXTURE._replace(num_experts=3)),
-    "experts with a shared one": WIDE._replace(family="qwen2_moe", experts=MIXTURE._replace(shared_ffn_dim=8)),
-}
-PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 61, 23)]
 PAGES = list(range(3, 12))
 
 
@@ -201,7 +188,7 @@ def test_activations_are_bfloat16_in_a_bfloat16_model_with_int8_weights(name: st
 
 
 def test_stacked_narrow_layers_under_a_scan_compute_what_single_ones_do() -> None:
-    shape = SHAPES["experts with a shared one"]
+    shape = WIDE_SHAPES["experts with a shared one"]
     pieces, dims = decode_inputs(shape, "float32")
     packed = pack_decode(dims, decode_layout(dims, 1), [DecodeSeq(0, 5, 23, [1, 2, 3, 4, 5, 6], GREEDY, 0)])
     pool = np.random.default_rng(0).standard_normal((shape.num_layers, 8, 4, 2 * shape.num_kv_heads, shape.head_dim), np.float32)
@@ -219,7 +206,7 @@ def test_stacked_narrow_layers_under_a_scan_compute_what_single_ones_do() -> Non
 # Chips
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", WIDE_SHAPES.values(), ids=WIDE_SHAPES)
 def test_each_chip_holds_the_scales_of_the_numbers_that_it_holds(shape: ModelShape) -> None:
     """A weight whose every channel has a size of its own: a chip with other scales would be far off."""
     chips = chips_for(shape, jax.devices()[:4])
@@ -242,7 +229,7 @@ def engine_of(name: str, width: int, first_device: int = 0) -> Engine:
     sizes = {"num_pages": 24, "decode_buckets": (1,), "max_running": 2, "prefill_buckets": (32,), "transfer_buckets": (4,)}
     config = CONFIG.model_copy(update={**sizes, "weights_dtype": "int8"})
     devices = jax.devices()[first_device : first_device + width]
-    return Engine(SHAPES[name], random_weights(SHAPES[name]), config, jnp.float32, devices, XlaAttention(SMALL_BLOCKS))
+    return Engine(WIDE_SHAPES[name], random_weights(WIDE_SHAPES[name]), config, jnp.float32, devices, XlaAttention(SMALL_BLOCKS))
 
 
 def prefilled(engine: Engine) -> int:
@@ -292,7 +279,7 @@ def test_int8_weights_take_what_the_hand_works_out() -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", WIDE_SHAPES.values(), ids=WIDE_SHAPES)
 def test_narrow_weights_are_planned_to_the_byte(shape: ModelShape, dtype: str, width: int) -> None:
     chips = chips_for(shape, jax.devices()[:width])
     placed = place_weights(shape, random_weights(shape), jnp.dtype("float32"), chips, True, jnp.dtype(dtype))

@@ -6,6 +6,8 @@ The constants below index the words of those structures, which only ever grow at
 A handler cuts its work into numbered parts. The calling thread and tasks on XLA's pool take parts by number until none is left, so that a
 thread that the system has stopped holds up one part, not its whole share. A task may start when the call is long over: it then finds no
 part and touches nothing of the call. So a call waits for parts, never for tasks, and calls on all threads of a pool cannot starve each other.
+
+Each kernel spells out its own task and handler around these functions: numba keeps no compiled function whose closure holds another one.
 """
 
 from __future__ import annotations
@@ -132,6 +134,12 @@ def address_of(typing_context: Any, name: Any) -> Any:
 def _words(address: int) -> Any:
     """int64[_JOB_WORDS or more] at an address."""
     return carray(pointer(address), 32, types.intp)
+
+
+@njit
+def floats(address: int, length: int) -> Any:
+    """float32[length] at an address."""
+    return carray(pointer(address), length, types.float32)
 
 
 @njit

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from pdjax.kernels.cpu import calls
-from pdjax.kernels.cpu.calls import pointer
+from pdjax.kernels.cpu.calls import floats, pointer
 from pdjax.kernels.cpu.numbers import exponential, widened
 
 _STRETCH = 128
@@ -112,7 +112,7 @@ def _attend(frame: int, states: int, sequence: int, first: int, num_rows: int, d
     num_heads, dim = calls.argument_dim(frame, _QUERIES, 1), calls.argument_dim(frame, _QUERIES, 2)
     group, row_bytes = num_heads // _num_kv_heads(frame), calls.argument_dim(frame, _POOL, 3) * dim * itemsize
     queries = calls.argument(frame, _QUERIES) + 4 * dim * sequence * num_heads
-    factors, scales = _floats(calls.argument(frame, _FACTORS), 2), _floats(calls.argument(frame, _SCALES), 2 * _num_kv_heads(frame))
+    factors, scales = floats(calls.argument(frame, _FACTORS), 2), floats(calls.argument(frame, _SCALES), 2 * _num_kv_heads(frame))
     rows_at = states + _state_bytes(frame)
     rows, scores_at = carray(pointer(rows_at), _STRETCH + 1, types.intp), rows_at + 8 * (_STRETCH + 1)
     num_padded = (num_rows + _ROWS - 1) // _ROWS * _ROWS
@@ -121,23 +121,23 @@ def _attend(frame: int, states: int, sequence: int, first: int, num_rows: int, d
     rows[_STRETCH] = _touch(rows_at, num_rows, row_bytes)
     for i in range(0, num_padded, _ROWS):
         for head in range(num_heads):
-            query, kv_head = _floats(queries + 4 * dim * head, dim), head // group
+            query, kv_head = floats(queries + 4 * dim * head, dim), head // group
             key_offset, scale = 2 * kv_head * dim * itemsize, factors[_SCALE] * scales[2 * kv_head]
-            _score(query, rows_at + 8 * i, key_offset, _floats(scores_at + 4 * (head * _STRETCH + i), _ROWS), scale, dim, dtype)
+            _score(query, rows_at + 8 * i, key_offset, floats(scores_at + 4 * (head * _STRETCH + i), _ROWS), scale, dim, dtype)
     for head in range(num_heads):
-        scores = _floats(scores_at + 4 * head * _STRETCH, _STRETCH)
+        scores = floats(scores_at + 4 * head * _STRETCH, _STRETCH)
         if factors[_SOFT_CAP] > 0:
             _cap(scores, num_rows, factors[_SOFT_CAP])
         for i in range(num_rows, num_padded):
             scores[i] = -np.inf
-        state = _floats(states + 4 * head * (2 + dim), 2)
+        state = floats(states + 4 * head * (2 + dim), 2)
         state[0], state[1] = _softmax(scores, num_rows, num_padded)
-        out = _floats(states + 4 * (head * (2 + dim) + 2), dim)
+        out = floats(states + 4 * (head * (2 + dim) + 2), dim)
         for i in range(dim):
             out[i] = 0
         value_offset, scale = (2 * (head // group) + 1) * dim * itemsize, scales[2 * (head // group) + 1]
         for i in range(0, num_padded, _ROWS):
-            _add(out, rows_at + 8 * i, value_offset, _floats(scores_at + 4 * (head * _STRETCH + i), _ROWS), scale, dim, dtype)
+            _add(out, rows_at + 8 * i, value_offset, floats(scores_at + 4 * (head * _STRETCH + i), _ROWS), scale, dim, dtype)
 
 
 @njit
@@ -165,11 +165,6 @@ def _page_row(frame: int, sequence: int, position: int) -> int:
 def _integers(frame: int, index: int) -> Any:
     """An argument of int32, by its flat index."""
     return carray(pointer(calls.argument(frame, index)), 1 << 30, types.int32)
-
-
-@njit
-def _floats(address: int, length: int) -> Any:
-    return carray(pointer(address), length, types.float32)
 
 
 @njit(fastmath=True)
@@ -224,11 +219,11 @@ def _finish(frame: int, scratch: int) -> None:
     """Put the stretches of each head together."""
     num_heads, dim = calls.argument_dim(frame, _QUERIES, 1), calls.argument_dim(frame, _QUERIES, 2)
     num_stretches, part_bytes = _num_stretches(frame), _part_bytes(frame)
-    sinks = _floats(calls.argument(frame, _SINKS), num_heads)
+    sinks = floats(calls.argument(frame, _SINKS), num_heads)
     for sequence in range(calls.argument_dim(frame, _QUERIES, 0)):
         for head in range(num_heads):
             states = scratch + sequence * num_stretches * part_bytes + 4 * head * (2 + dim)
-            out = _floats(calls.result(frame, 0) + 4 * dim * (sequence * num_heads + head), dim)
+            out = floats(calls.result(frame, 0) + 4 * dim * (sequence * num_heads + head), dim)
             _combine(states, part_bytes, num_stretches, sinks[head], out, dim)
 
 
@@ -237,12 +232,12 @@ def _combine(states: int, stride: int, num_stretches: int, sink: float, out: Any
     """The softmax over all stretches of one query head, from that of each, `stride` bytes apart."""
     peak = sink
     for stretch in range(num_stretches):
-        peak = max(peak, _floats(states + stretch * stride, 2)[0])
+        peak = max(peak, floats(states + stretch * stride, 2)[0])
     total = exponential(sink - peak)
     for i in range(dim):
         out[i] = 0
     for stretch in range(num_stretches):
-        state = _floats(states + stretch * stride, 2 + dim)
+        state = floats(states + stretch * stride, 2 + dim)
         if state[0] > -np.inf:
             factor = exponential(state[0] - peak)
             total += factor * state[1]

@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from pdjax.kernels.cpu import calls
-from pdjax.kernels.cpu.calls import pointer
+from pdjax.kernels.cpu.calls import floats, pointer
 from pdjax.kernels.cpu.numbers import widened
 
 _PART_BYTES = 256 * 1024
@@ -71,16 +71,11 @@ def _run_part(frame: int, part: int) -> None:
 def _multiply(frame: int, start: int, stop: int, dtype: Any) -> None:
     """Rows `start` to `stop` of the product."""
     num_out, num_in, num_columns = calls.argument_dim(frame, 0, 0), calls.argument_dim(frame, 0, 1), calls.argument_dim(frame, 1, 1)
-    products, row_bytes = _floats(calls.result(frame, 0), num_columns * num_out), num_in * _itemsize(frame)
+    products, row_bytes = floats(calls.result(frame, 0), num_columns * num_out), num_in * _itemsize(frame)
     for row in range(start, stop):
         weights = carray(pointer(calls.argument(frame, 0) + row * row_bytes), num_in, dtype)
         for column in range(num_columns):
-            products[column * num_out + row] = _dot(weights, _floats(calls.argument(frame, 1) + 4 * column * num_in, num_in), num_in)
-
-
-@njit
-def _floats(address: int, length: int) -> Any:
-    return carray(pointer(address), length, types.float32)
+            products[column * num_out + row] = _dot(weights, floats(calls.argument(frame, 1) + 4 * column * num_in, num_in), num_in)
 
 
 @njit(fastmath=True)
