@@ -196,17 +196,34 @@ def _follow(process: subprocess.Popen[str], finish: Callable[[int, Record, float
 
 def _messages(process: subprocess.Popen[str], lines: TextIO) -> Iterable[Record]:
     """What the process says. One that says nothing for `LIMIT_S` is killed."""
-    guard = threading.Timer(LIMIT_S, process.kill)
-    guard.start()
+    guard = _Guard(process)
     try:
         for line in lines:
             if line.startswith(_MARK):
-                guard.cancel()
-                guard = threading.Timer(LIMIT_S, process.kill)
-                guard.start()
+                guard.renew()
                 yield json.loads(line[len(_MARK) :])
     finally:
-        guard.cancel()
+        guard.end()
+
+
+class _Guard:
+    """Kills a process that says nothing for `LIMIT_S`. Its thread is gone when `end` returns."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._begin()
+
+    def renew(self) -> None:
+        self.end()
+        self._begin()
+
+    def end(self) -> None:
+        self._timer.cancel()
+        self._timer.join()
+
+    def _begin(self) -> None:
+        self._timer = threading.Timer(LIMIT_S, self._process.kill)
+        self._timer.start()
 
 
 def work_on(path: Path, figures: Callable[[Record], Record]) -> None:
