@@ -42,8 +42,8 @@ _MOST_THREADS = 64
 
 _WORD = ir.IntType(64)
 _C_FUNCTION = ir.FunctionType(_WORD, [_WORD])
-_malloc = types.ExternalFunction("malloc", types.intp(types.intp))
-_free = types.ExternalFunction("free", types.void(types.intp))
+allocate = types.ExternalFunction("malloc", types.intp(types.intp))
+free = types.ExternalFunction("free", types.void(types.intp))
 _yield_thread = types.ExternalFunction("sched_yield", types.int32())
 
 _KEPT: list[Any] = []
@@ -167,6 +167,12 @@ def result(frame: int, index: int) -> int:
 
 
 @njit
+def result_dim(frame: int, index: int, axis: int) -> int:
+    """Length of an axis of result `index`."""
+    return _words(_words(_words(_words(frame)[_RESULTS])[index])[_DIMS])[axis]
+
+
+@njit
 def answered_metadata(frame: int) -> bool:
     """Whether XLA only asks which version of the interface the handler speaks; it then has its answer."""
     extension = _words(frame)[_EXTENSION]
@@ -181,20 +187,20 @@ def run_parts(frame: int, task: int, num_parts: int, scratch_bytes: int) -> int:
 
     Gives the job, which `end` takes back.
     """
-    job = _malloc(8 * _JOB_WORDS)
+    job = allocate(8 * _JOB_WORDS)
     words = _words(job)
     words[_FRAME], words[_PARTS], words[_NEXT], words[_DONE], words[_HOLDERS] = frame, num_parts, 0, 0, 2
-    words[_SCRATCH] = _malloc(scratch_bytes)
+    words[_SCRATCH] = allocate(scratch_bytes)
     if num_parts > 1:
         _call_helpers(frame, job, task, num_parts)
     _call(task, job)
-    _wait_for_parts(job, num_parts)
+    wait_for_parts(job, num_parts)
     return job
 
 
 @njit
 def end(job: int) -> None:
-    _free(scratch_of(job))
+    free(scratch_of(job))
     release(job)
 
 
@@ -223,10 +229,20 @@ def part_done(job: int) -> None:
 
 
 @njit
+def wait_for_parts(job: int, num_parts: int) -> None:
+    """Return when so many parts, or more, are done. A task may wait so for parts with numbers below its own: they are taken before it is."""
+    spins = 0
+    while _load_atomic(job + 8 * _DONE) < num_parts:
+        spins += 1
+        if spins > _SPINS:
+            _yield_thread()
+
+
+@njit
 def release(job: int) -> None:
     """Give up a hold of a job, as every task does at its end; the last to do so frees it."""
     if _add_atomic(job + 8 * _HOLDERS, -1) == 1:
-        _free(job)
+        free(job)
 
 
 @njit
@@ -255,12 +271,3 @@ def _num_threads(frame: int, job: int) -> int:
     _fill_request(request, frame, 4, request + 32, 1)
     _call(_words(_words(frame)[_API])[_NUM_THREADS], request)
     return _words(request)[4]
-
-
-@njit
-def _wait_for_parts(job: int, num_parts: int) -> None:
-    spins = 0
-    while _load_atomic(job + 8 * _DONE) < num_parts:
-        spins += 1
-        if spins > _SPINS:
-            _yield_thread()

@@ -36,9 +36,9 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-_LOWEST_EXPONENT = np.float32(-87.0)  # the result is still a normal number
-_LOG2_E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2, the former has few bits
+LOWEST_EXPONENT = np.float32(-87.0)  # the result is still a normal number
+LOG2_E = np.float32(1.44269504)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2, the former has few bits
 
 
 @njit
@@ -47,8 +47,8 @@ def exponential(x: float) -> float:
 
     The argument is taken apart into a multiple of ln 2 and a rest, whose power is a Taylor polynomial of degree 6.
     """
-    power = np.floor(max(x, _LOWEST_EXPONENT) * _LOG2_E + np.float32(0.5))
-    rest = (max(x, _LOWEST_EXPONENT) - power * _LN2_HIGH) - power * _LN2_LOW
+    power = np.floor(max(x, LOWEST_EXPONENT) * LOG2_E + np.float32(0.5))
+    rest = (max(x, LOWEST_EXPONENT) - power * LN2_HIGH) - power * LN2_LOW
     polynomial = np.float32(1 / 720)
     polynomial = polynomial * rest + np.float32(1 / 120)
     polynomial = polynomial * rest + np.float32(1 / 24)
@@ -57,4 +57,4 @@ def exponential(x: float) -> float:
     polynomial = polynomial * rest + np.float32(1)
     polynomial = polynomial * rest + np.float32(1)
     result = polynomial * float_of_bits((np.int32(power) + np.int32(127)) << np.int32(23))
-    return result if x >= _LOWEST_EXPONENT else np.float32(0)
+    return result if x >= LOWEST_EXPONENT else np.float32(0)

@@ -20,7 +20,7 @@ from flax import nnx
 
 from pdjax.kernels.heads import Heads
 from pdjax.models.shape import ModelShape, weight_specs
-from pdjax.models.stored import StoredWeight, Weight, stored_product
+from pdjax.models.stored import StoredWeight, Weight, gated_product, stored_product
 
 Params = dict[str, Weight]
 """Weights of one module, by the last part of their path."""
@@ -111,8 +111,7 @@ def attend(heads: jax.Array, pool: jax.Array, step: LayerStep) -> tuple[jax.Arra
 def silu_mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """x [E, T] -> [E, T] through gate_up [2F, E] and down [E, F]."""
     with jax.named_scope("mlp"):
-        gate, up = jnp.split(gate_up @ x, 2)
-        return down @ (jax.nn.silu(gate) * up)
+        return down @ gated_product(gate_up, x)
 
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -1,0 +1,218 @@
+"""Products of a weight with many columns, for prefill and for decode steps of several sequences on CPU.
+
+XLA's product is as fast per core where it is large and alone. This one keeps both cores busy when another process takes some of their time, reads a weight
+for few columns at the memory's bandwidth, multiplies narrow numbers, and applies the gate of an MLP while its halves are in the cache.
+
+The columns are first packed into panels, as `kernels/cpu/tile.py` wants them; then each part of the work takes some rows of the weight through all panels.
+Importing this compiles the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import carray, njit, types
+
+from pdjax.kernels.cpu import calls
+from pdjax.kernels.cpu.calls import floats, pointer
+from pdjax.kernels.cpu.numbers import widened
+from pdjax.kernels.cpu.tile import PANEL, TILE_ROWS, multiply, multiply_eight, multiply_four, multiply_half, multiply_streamed
+from pdjax.kernels.cpu.vectors import LANES, divided, added, exponential, filled, lesser, load, multiplied, store, subtracted
+
+_PART_ROWS = 4 * TILE_ROWS
+_WEIGHT, _COLUMNS = 0, 1  # arguments of the call
+
+
+def is_wide(num_rows: int, num_columns: int) -> bool:
+    """Whether `wide_product` takes a weight of so many rows and so many columns."""
+    return num_rows >= TILE_ROWS and (num_columns in (4, 8) or num_columns % LANES == 0)
+
+
+def wide_product(weight: jax.Array, columns: jax.Array) -> jax.Array:
+    """weight [out, in] @ columns float32[in, T]: float32[out, T], for shapes that `is_wide`.
+
+    The weight is float32, int8, or uint16 that holds the bits of bfloat16. Arithmetic is float32.
+    """
+    return _call(weight, columns, weight.shape[0])
+
+
+def gated_product(weight: jax.Array, columns: jax.Array) -> jax.Array:
+    """silu(gate) * up of weight [2F, in] @ columns float32[in, T], whose first half is `gate` and whose second `up`: float32[F, T]. F and T have to be wide."""
+    return _call(weight, columns, weight.shape[0] // 2)
+
+
+def _call(weight: jax.Array, columns: jax.Array, num_rows: int) -> jax.Array:
+    return jax.ffi.ffi_call("pdjax_wide_product", jax.ShapeDtypeStruct((num_rows, columns.shape[1]), jnp.float32))(weight, columns)
+
+
+@njit
+def _depth(frame: int) -> int:
+    return calls.argument_dim(frame, _COLUMNS, 0)
+
+
+@njit
+def _num_columns(frame: int) -> int:
+    return calls.argument_dim(frame, _COLUMNS, 1)
+
+
+@njit
+def _num_panels(frame: int) -> int:
+    return (_num_columns(frame) + PANEL - 1) // PANEL
+
+
+@njit
+def _num_packed(frame: int) -> int:
+    """Panels to be packed: none where the columns are one already."""
+    return _num_panels(frame) if _num_columns(frame) > PANEL else 0
+
+
+@njit
+def _num_parts(frame: int) -> int:
+    """Each panel to be packed is a part, and each stretch of rows."""
+    return _num_packed(frame) + (calls.result_dim(frame, 0, 0) + _PART_ROWS - 1) // _PART_ROWS
+
+
+@njit
+def _panel_bytes(frame: int) -> int:
+    return 4 * PANEL * _depth(frame)
+
+
+@njit
+def _pack(frame: int, scratch: int, panel: int) -> None:
+    """Copy the columns of a panel, which may be half a one, into `scratch` float32[panels, depth, PANEL]."""
+    columns = calls.argument(frame, _COLUMNS) + 4 * PANEL * panel
+    packed, stride = scratch + panel * _panel_bytes(frame), 4 * _num_columns(frame)
+    if _num_columns(frame) - PANEL * panel >= PANEL:
+        for step in range(_depth(frame)):
+            store(packed + 8 * LANES * step, load(columns + stride * step))
+            store(packed + 8 * LANES * step + 4 * LANES, load(columns + stride * step + 4 * LANES))
+    else:
+        for step in range(_depth(frame)):
+            store(packed + 4 * LANES * step, load(columns + stride * step))
+
+
+@njit
+def _num_halves(frame: int) -> int:
+    """Of the weight's rows: 2 if a gate goes with them."""
+    return calls.argument_dim(frame, _WEIGHT, 0) // calls.result_dim(frame, 0, 0)
+
+
+@njit
+def _own_bytes(frame: int) -> int:
+    """Scratch of a thread: the rows of a part as float32, and two tiles."""
+    return _num_halves(frame) * 4 * _PART_ROWS * _depth(frame) + 8 * TILE_ROWS * PANEL
+
+
+@njit
+def _multiply_part(frame: int, panels: int, own: int, part: int) -> None:
+    """Rows of the result: `_PART_ROWS`, or those that are left, or the last `TILE_ROWS` if fewer are."""
+    num_rows, depth, rows_at = calls.result_dim(frame, 0, 0), _depth(frame), calls.argument(frame, _WEIGHT)
+    stop = min((part + 1) * _PART_ROWS, num_rows)
+    start, dtype = min(part * _PART_ROWS, stop - TILE_ROWS), calls.argument_dtype(frame, _WEIGHT)
+    half_rows = num_rows
+    if dtype != calls.FLOAT32:
+        for half in range(_num_halves(frame)):
+            first = half * num_rows + start
+            if dtype == calls.UINT16:
+                _widen(rows_at + 2 * depth * first, own + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.uint16)
+            else:
+                _widen(rows_at + depth * first, own + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.int8)
+        rows_at, half_rows = own - 4 * depth * start, _PART_ROWS
+    tiles = own + _num_halves(frame) * 4 * _PART_ROWS * depth
+    for panel in range(_num_panels(frame)):
+        width = min(PANEL, _num_columns(frame) - PANEL * panel)
+        row = start
+        while row < stop:
+            first = min(row, stop - TILE_ROWS)
+            out, out_row = calls.result(frame, 0) + 4 * (first * _num_columns(frame) + PANEL * panel), 4 * _num_columns(frame)
+            left, right = rows_at + 4 * depth * first, panels + panel * _panel_bytes(frame)
+            if _num_halves(frame) == 1:
+                _multiply_tile(left, right, depth, width, out, out_row, panel == 0)
+            else:
+                _multiply_tile(left, right, depth, width, tiles, 4 * PANEL, panel == 0)
+                _multiply_tile(left + 4 * depth * half_rows, right, depth, width, tiles + 4 * PANEL * TILE_ROWS, 4 * PANEL, panel == 0)
+                _gate(tiles, tiles + 4 * PANEL * TILE_ROWS, width, out, out_row)
+            row += TILE_ROWS
+
+
+@njit
+def _widen(stored: int, wide: int, length: int, dtype: Any) -> None:
+    numbers, result = carray(pointer(stored), length, dtype), floats(wide, length)
+    for i in range(length):
+        result[i] = widened(numbers[i])
+
+
+@njit
+def _multiply_tile(left: int, panel: int, depth: int, width: int, out: int, out_row: int, is_first: bool) -> None:
+    """`TILE_ROWS` rows of a product, `width` columns of them."""
+    if width == PANEL and is_first:
+        multiply_streamed(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+    elif width == PANEL:
+        multiply(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+    elif width == LANES:
+        multiply_half(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+    elif width == 8:
+        multiply_eight(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+    else:
+        multiply_four(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+
+
+@njit
+def _gate(gate: int, up: int, width: int, out: int, out_row: int) -> None:
+    """out = silu(gate) * up, of tiles. Numbers behind `width`, up to `LANES`, are of no meaning and go nowhere."""
+    for row in range(TILE_ROWS):
+        for column in range(0, width, LANES):
+            at = 4 * (PANEL * row + column)
+            result = _silu_times(load(gate + at), load(up + at))
+            if width >= LANES:
+                store(out + out_row * row + 4 * column, result)
+            else:
+                store(gate + at, result)
+                numbers, target = floats(gate + at, width), floats(out + out_row * row, width)
+                for i in range(width):
+                    target[i] = numbers[i]
+
+
+@njit
+def _silu_times(x: Any, y: Any) -> Any:
+    power = exponential(lesser(subtracted(filled(np.float32(0)), x), filled(np.float32(88))))
+    return multiplied(divided(x, added(filled(np.float32(1)), power)), y)
+
+
+@calls.c_function
+def _task(job: int) -> int:
+    part, own = calls.take_part(job), 0
+    while part >= 0:
+        frame = calls.frame_of(job)
+        num_packed = _num_packed(frame)
+        if part < num_packed:
+            _pack(frame, calls.scratch_of(job), part)
+        else:
+            if own == 0:
+                own = calls.allocate(_own_bytes(frame))
+            calls.wait_for_parts(job, num_packed)
+            panels = calls.scratch_of(job) if num_packed else calls.argument(frame, _COLUMNS)
+            _multiply_part(frame, panels, own, part - num_packed)
+        calls.part_done(job)
+        part = calls.take_part(job)
+    if own != 0:
+        calls.free(own)
+    calls.release(job)
+    return 0
+
+
+calls.name_task("pdjax_wide_product_task", _task)
+
+
+@calls.c_function
+def _handler(frame: int) -> int:
+    if not calls.answered_metadata(frame):
+        scratch_bytes = _num_packed(frame) * _panel_bytes(frame)
+        calls.end(calls.run_parts(frame, calls.address_of("pdjax_wide_product_task"), _num_parts(frame), scratch_bytes))
+    return 0
+
+
+calls.register_handler("pdjax_wide_product", _handler)
