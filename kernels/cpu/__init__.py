@@ -1,9 +1,9 @@
 """Kernels for CPUs, compiled by numba and called by XLA through its foreign function interface. They need the extra `cpu`.
 
-    attention          `CpuAttention`, chosen by `pdjax.kernels.dispatch`
-    decode_attention   its kernel
-    product            a weight of narrow numbers times few columns
-    calls, numbers     what kernels are made of
+attention          `CpuAttention`, chosen by `pdjax.kernels.dispatch`
+decode_attention   its kernel
+product            a weight of narrow numbers times few columns
+calls, numbers     what kernels are made of
 """
 
 from __future__ import annotations

@@ -9,26 +9,25 @@ import jax.numpy as jnp
 
 from pdjax.kernels.base import FLOAT_OF_BITS, Attend, AttentionSpec, DecodeBatch, PrefillBatch, write_kv
 from pdjax.kernels.heads import AttendHeads, Heads, kv_rows, rotate, split_heads
-from pdjax.kernels.xla import XlaAttention
 
 _SUPPORTED = (jnp.float32, jnp.int8, jnp.uint16)
-_NO_SINK = -1e30
+_DIM_UNIT = 8
+"""head_dim is whole tiles of the sum of values."""
 
 
 def why_not(pool: jax.ShapeDtypeStruct) -> str | None:
     """What keeps the kernels from a pool [layers, pages, page_size, 2 * K, D], if anything does."""
-    if pool.dtype in _SUPPORTED:
-        return None
-    return f"a pool of {FLOAT_OF_BITS.get(pool.dtype, pool.dtype)} is none of float32, bfloat16 and int8"
+    if pool.dtype not in _SUPPORTED:
+        return f"a pool of {FLOAT_OF_BITS.get(pool.dtype, pool.dtype)} is none of float32, bfloat16 and int8"
+    if pool.shape[4] % _DIM_UNIT:
+        return f"head_dim {pool.shape[4]} is no multiple of {_DIM_UNIT}"
+    return None
 
 
 class CpuAttention:
     """`pdjax.kernels.base.Attention` for pools that `why_not` has nothing against."""
 
     name = "cpu"
-
-    def __init__(self) -> None:
-        self._xla = XlaAttention()
 
     def prefill(self, batch: PrefillBatch) -> Attend:
         return _AttendRows(batch)
@@ -50,7 +49,7 @@ class CpuAttention:
 
 
 class _AttendRows(AttendHeads):
-    """The rows of a prefill step; heads come as the kernel takes them."""
+    """The rows of a prefill step; the kernel takes heads as they come."""
 
     def __init__(self, batch: PrefillBatch):
         self._batch = batch
@@ -70,13 +69,19 @@ class _AttendRows(AttendHeads):
         self, queries: jax.Array, kv: jax.Array, pool: jax.Array, layer: jax.Array | int, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
         """`queries` [H, D, T], `kv` [T, 2 * K, D]. Returns: attended [H, D, T], the pool."""
-        from pdjax.kernels.cpu.prefill_attention import attend_rows
+        # Only a process that prefills compiles the kernel and loads its compiler.
+        from pdjax.kernels.cpu.prefill_attention import NO_SINK, attend_rows
 
         batch = self._batch
         pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
         attended = attend_rows(
-            queries.astype(jnp.float32), pool, batch.tables, batch.first_rows, batch.starts, batch.lengths,
-            *_arguments(pool, len(queries), layer, spec, -1e30),
+            queries.astype(jnp.float32),
+            pool,
+            batch.tables,
+            batch.first_rows,
+            batch.starts,
+            batch.lengths,
+            *_arguments(pool, len(queries), layer, spec, NO_SINK),
         )
         return attended.astype(queries.dtype), pool
 
@@ -85,7 +90,7 @@ def _arguments(pool: jax.Array, num_heads: int, layer: jax.Array | int, spec: At
     """What both kernels take as `numbers`, `factors`, `scales` and `sinks`."""
     return (
         jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(0 if spec.window is None else spec.window, jnp.int32)]),
-        jnp.array([pool.shape[4]**-0.5 if spec.scale is None else spec.scale, spec.soft_cap or 0.0], jnp.float32),
+        jnp.array([pool.shape[4] ** -0.5 if spec.scale is None else spec.scale, spec.soft_cap or 0.0], jnp.float32),
         jnp.ones(pool.shape[3], jnp.float32) if spec.kv_scales is None else spec.kv_scales,
         jnp.full(num_heads, no_sink, jnp.float32) if spec.sinks is None else spec.sinks.astype(jnp.float32),
     )

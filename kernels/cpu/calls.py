@@ -39,10 +39,11 @@ _FRAME, _SCRATCH, _PARTS, _NEXT, _DONE, _HOLDERS, _REQUEST, _JOB_WORDS = 0, 1, 2
 """A request holds the arguments of a function of XLA: its size in bytes, an extension, the context, and two words more."""
 _SPINS = 4096  # looks at a counter, about 10 us, before the thread lets others run
 _MOST_THREADS = 64
+_LINE = 64
 
 _WORD = ir.IntType(64)
 _C_FUNCTION = ir.FunctionType(_WORD, [_WORD])
-allocate = types.ExternalFunction("malloc", types.intp(types.intp))
+_aligned_alloc = types.ExternalFunction("aligned_alloc", types.intp(types.intp, types.intp))
 free = types.ExternalFunction("free", types.void(types.intp))
 _yield_thread = types.ExternalFunction("sched_yield", types.int32())
 
@@ -134,6 +135,12 @@ def address_of(typing_context: Any, name: Any) -> Any:
 def _words(address: int) -> Any:
     """int64[_JOB_WORDS or more] at an address."""
     return carray(pointer(address), 32, types.intp)
+
+
+@njit
+def allocate(num_bytes: int) -> int:
+    """Address of so much memory, at the start of a cache line: vectors that cross lines cost two loads. `free` takes it back."""
+    return _aligned_alloc(_LINE, (num_bytes + _LINE - 1) // _LINE * _LINE)
 
 
 @njit

@@ -210,7 +210,10 @@ def _add(out: Any, rows_at: int, offset: int, weights: Any, scale: float, dim: i
     value_2, value_3 = carray(pointer(rows[2] + offset), dim, dtype), carray(pointer(rows[3] + offset), dim, dtype)
     weight_0, weight_1, weight_2, weight_3 = weights[0] * scale, weights[1] * scale, weights[2] * scale, weights[3] * scale
     for i in range(dim):
-        first, second = weight_0 * widened(value_0[i]) + weight_1 * widened(value_1[i]), weight_2 * widened(value_2[i]) + weight_3 * widened(value_3[i])
+        first, second = (
+            weight_0 * widened(value_0[i]) + weight_1 * widened(value_1[i]),
+            weight_2 * widened(value_2[i]) + weight_3 * widened(value_3[i]),
+        )
         out[i] += first + second
 
 

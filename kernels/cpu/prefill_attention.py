@@ -6,8 +6,8 @@ results round between its products. Here queries come feature-major, as their pr
     scores  [keys, queries]  = keys [keys, D] @ queries [D, queries]
     out     [D, queries]    += values [keys, D].T @ weights [keys, queries]
 
-so each number of a query is a lane, a softmax runs down the rows, and nothing is transposed. A part of the work is one tile of query rows of one
-sequence with the query heads of one KV head; it gathers each block of keys and values once. Importing this compiles the kernel.
+so each number of a query is a lane, a softmax runs down the rows, and nothing is transposed. A part of the work is one tile of query rows
+of one sequence with the query heads of one KV head; it gathers each block of keys and values once. Importing this compiles the kernel.
 """
 
 from __future__ import annotations
@@ -22,15 +22,29 @@ from numba import carray, njit, types
 from pdjax.kernels.cpu import calls
 from pdjax.kernels.cpu.calls import floats, pointer
 from pdjax.kernels.cpu.numbers import widened
-from pdjax.kernels.cpu.tile import PANEL, SHORT_ROWS, TILE_ROWS, multiply, multiply_short
-from pdjax.kernels.cpu.vectors import LANES, added, divided, exponential, filled, greater, lesser, load, multiplied, multiply_add, store, subtracted
+from pdjax.kernels.cpu.tile import PANEL, SHORT_ROWS, TILE_ROWS, add_product_short, multiply
+from pdjax.kernels.cpu.vectors import (
+    LANES,
+    added,
+    divided,
+    exponential,
+    filled,
+    greater,
+    lesser,
+    load,
+    multiplied,
+    multiply_add,
+    store,
+    subtracted,
+)
 
 _TILE_PANELS = 2
 """Panels of query rows that share the blocks of keys that a part gathers."""
 _TILE = _TILE_PANELS * PANEL
 _BLOCK = 96
 """Keys of a block: whole tiles, of 12 rows and of 4."""
-_MASKED = np.float32(-1e30)
+NO_SINK = -1e30
+_MASKED = np.float32(NO_SINK)
 """Score of what is not seen: finite, so that no difference of two is NaN."""
 _QUERIES, _POOL, _TABLES, _FIRST_ROWS, _STARTS, _LENGTHS, _NUMBERS, _FACTORS, _SCALES, _SINKS = range(10)
 """Arguments of the call."""
@@ -58,7 +72,7 @@ def attend_rows(
         numbers: int32[2]: the layer, and the window, 0 for none.
         factors: float32[2]: of the scores, and the soft cap, 0 for none.
         scales: float32[2 * K]: factors of what the pool holds.
-        sinks: float32[H], -1e30 where there are none.
+        sinks: float32[H], `NO_SINK` where there are none.
     """
     call = jax.ffi.ffi_call("pdjax_prefill_attention", jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     return call(queries, pool, tables, first_rows, starts, lengths, numbers, factors, scales, sinks)
@@ -113,18 +127,12 @@ def _run_part(frame: int, own: int, part: int) -> None:
     while tile >= (lengths[sequence] + _TILE - 1) // _TILE:
         tile -= (lengths[sequence] + _TILE - 1) // _TILE
         sequence += 1
-    dtype = calls.argument_dtype(frame, _POOL)
-    if dtype == calls.FLOAT32:
-        _attend(frame, own, sequence, kv_head, tile * _TILE, types.float32, 4)
-    elif dtype == calls.UINT16:
-        _attend(frame, own, sequence, kv_head, tile * _TILE, types.uint16, 2)
-    else:
-        _attend(frame, own, sequence, kv_head, tile * _TILE, types.int8, 1)
+    _attend(frame, own, sequence, kv_head, tile * _TILE)
 
 
 @njit
-def _attend(frame: int, own: int, sequence: int, kv_head: int, offset: int, dtype: Any, itemsize: int) -> None:
-    """The rows of a sequence from its row `offset` on, up to `_TILE` of them. `dtype`, `itemsize`: of the pool."""
+def _attend(frame: int, own: int, sequence: int, kv_head: int, offset: int) -> None:
+    """The rows of a sequence from its row `offset` on, up to `_TILE` of them."""
     dim, group, window = _dim(frame), _group(frame), _integers(frame, _NUMBERS)[_WINDOW]
     num_rows = min(_integers(frame, _LENGTHS)[sequence] - offset, _TILE)
     position, first_row = _integers(frame, _STARTS)[sequence] + offset, _integers(frame, _FIRST_ROWS)[sequence] + offset
@@ -141,12 +149,23 @@ def _attend(frame: int, own: int, sequence: int, kv_head: int, offset: int, dtyp
     first = max(position - window + 1, 0) if window > 0 else 0
     while first < position + num_rows:
         num_keys = min(position + num_rows - first, _BLOCK)
-        _gather(frame, sequence, kv_head, first, num_keys, keys, values, dtype, itemsize)
+        _gather(frame, sequence, kv_head, first, num_keys, keys, values)
         for i in range(group * num_panels):
             begin = position + i % num_panels * PANEL
             num_seen = min(begin + min(PANEL, position + num_rows - begin) - first, num_keys)
             if num_seen > 0:
-                _add_block(frame, keys, values, num_seen, first - begin, window, scores, queries + i * panel_bytes, outs + i * panel_bytes, states + 8 * PANEL * i)
+                _add_block(
+                    frame,
+                    keys,
+                    values,
+                    num_seen,
+                    first - begin,
+                    window,
+                    scores,
+                    queries + i * panel_bytes,
+                    outs + i * panel_bytes,
+                    states + 8 * PANEL * i,
+                )
         first += _BLOCK
     for i in range(group * num_panels):
         head, panel = kv_head * group + i // num_panels, i % num_panels
@@ -156,7 +175,8 @@ def _attend(frame: int, own: int, sequence: int, kv_head: int, offset: int, dtyp
 
 @njit
 def _begin(frame: int, head: int, row: int, width: int, queries: int, out: int, state: int) -> None:
-    """Copy `width` queries from `row` on, scaled, into a panel [D, PANEL]; no value is summed yet. State: peaks and totals of the softmax, float32[2, PANEL]."""
+    """Copy `width` queries from `row` on, scaled, into a panel [D, PANEL]; nothing is summed yet. A state is that of a softmax down the
+    columns of a panel, its peaks and totals float32[2, PANEL]."""
     dim, stride = _dim(frame), 4 * _num_rows(frame)
     source = calls.argument(frame, _QUERIES) + head * dim * stride + 4 * row
     scale = floats(calls.argument(frame, _FACTORS), 2)[_SCALE]
@@ -178,7 +198,7 @@ def _begin(frame: int, head: int, row: int, width: int, queries: int, out: int, 
 
 
 @njit
-def _gather(frame: int, sequence: int, kv_head: int, first: int, num_keys: int, keys: int, values: int, dtype: Any, itemsize: int) -> None:
+def _gather(frame: int, sequence: int, kv_head: int, first: int, num_keys: int, keys: int, values: int) -> None:
     """Keys and values of positions from `first` on as float32[_BLOCK, D], with rows of 0 behind `num_keys`."""
     num_pages, page_size = calls.argument_dim(frame, _POOL, 1), calls.argument_dim(frame, _POOL, 2)
     table_pages, dim, num_kv = calls.argument_dim(frame, _TABLES, 1), _dim(frame), 2 * _num_kv_heads(frame)
@@ -188,29 +208,48 @@ def _gather(frame: int, sequence: int, kv_head: int, first: int, num_keys: int, 
         position = first + i
         page = tables[sequence * table_pages + position // page_size]
         row = (layer * num_pages + page) * page_size + position % page_size
-        at = calls.argument(frame, _POOL) + (row * num_kv + 2 * kv_head) * dim * itemsize
-        _widen(at, keys + 4 * dim * i, key_scale, dim, dtype)
-        _widen(at + dim * itemsize, values + 4 * dim * i, value_scale, dim, dtype)
-    rest, none, more = dim * (_BLOCK - num_keys), floats(keys + 4 * dim * num_keys, dim * _BLOCK), floats(values + 4 * dim * num_keys, dim * _BLOCK)
+        first_number = (row * num_kv + 2 * kv_head) * dim
+        _widen(frame, first_number, keys + 4 * dim * i, key_scale)
+        _widen(frame, first_number + dim, values + 4 * dim * i, value_scale)
+    rest, none, more = (
+        dim * (_BLOCK - num_keys),
+        floats(keys + 4 * dim * num_keys, dim * _BLOCK),
+        floats(values + 4 * dim * num_keys, dim * _BLOCK),
+    )
     for i in range(rest):
         none[i] = 0
         more[i] = 0
 
 
 @njit
-def _widen(stored: int, wide: int, scale: float, length: int, dtype: Any) -> None:
+def _widen(frame: int, first: int, wide: int, scale: float) -> None:
+    """D numbers of the pool from number `first` on, times `scale`."""
+    dtype, at = calls.argument_dtype(frame, _POOL), calls.argument(frame, _POOL)
+    if dtype == calls.FLOAT32:
+        _scale(at + 4 * first, wide, scale, _dim(frame), types.float32)
+    elif dtype == calls.UINT16:
+        _scale(at + 2 * first, wide, scale, _dim(frame), types.uint16)
+    else:
+        _scale(at + first, wide, scale, _dim(frame), types.int8)
+
+
+@njit
+def _scale(stored: int, wide: int, scale: float, length: int, dtype: Any) -> None:
     numbers, result = carray(pointer(stored), length, dtype), floats(wide, length)
     for i in range(length):
         result[i] = widened(numbers[i]) * scale
 
 
 @njit
-def _add_block(frame: int, keys: int, values: int, num_keys: int, distance: int, window: int, scores: int, queries: int, out: int, state: int) -> None:
-    """Have a panel of queries attend to the first `num_keys` keys of a block. `distance`: from the position of its first query to that of the first key."""
+def _add_block(
+    frame: int, keys: int, values: int, num_keys: int, distance: int, window: int, scores: int, queries: int, out: int, state: int
+) -> None:
+    """Have a panel of queries attend to the first `num_keys` keys of a block. `distance`: from the position of the first query to that of
+    the first key."""
     dim = _dim(frame)
     num_padded = (num_keys + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     for row in range(0, num_padded, TILE_ROWS):
-        multiply(keys + 4 * dim * row, 4 * dim, 4, queries, dim, scores + 4 * PANEL * row, 4 * PANEL, 0)
+        multiply(keys + 4 * dim * row, 4 * dim, 4, queries, dim, scores + 4 * PANEL * row, 4 * PANEL)
     soft_cap = floats(calls.argument(frame, _FACTORS), 2)[_SOFT_CAP]
     if soft_cap > 0:
         _cap(scores, num_padded, soft_cap)
@@ -218,7 +257,7 @@ def _add_block(frame: int, keys: int, values: int, num_keys: int, distance: int,
         _mask(scores, num_padded, distance, window)
     _softmax(scores, num_padded, out, state, dim)
     for row in range(0, dim, SHORT_ROWS):
-        multiply_short(values + 4 * row, 4, 4 * dim, scores, num_padded, out + 4 * PANEL * row, 4 * PANEL, 1)
+        add_product_short(values + 4 * row, 4, 4 * dim, scores, num_padded, out + 4 * PANEL * row, 4 * PANEL)
 
 
 @njit
@@ -242,22 +281,30 @@ def _mask(scores: int, num_keys: int, distance: int, window: int) -> None:
 
 @njit
 def _softmax(scores: int, num_keys: int, out: int, state: int, dim: int) -> None:
-    """Turn scores into weights relative to the greatest so far; bring totals and the sums of values to the same."""
-    for half in range(0, 4 * PANEL, 4 * LANES):
-        before = load(state + half)
-        peak = before
-        for row in range(num_keys):
-            peak = greater(peak, load(scores + half + 4 * PANEL * row))
-        total = filled(np.float32(0))
-        for row in range(num_keys):
-            weight = exponential(subtracted(load(scores + half + 4 * PANEL * row), peak))
-            store(scores + half + 4 * PANEL * row, weight)
-            total = added(total, weight)
-        decay = exponential(subtracted(before, peak))
-        store(state + half, peak)
-        store(state + half + 4 * PANEL, multiply_add(load(state + half + 4 * PANEL), decay, total))
-        for i in range(dim):
-            store(out + half + 4 * PANEL * i, multiplied(load(out + half + 4 * PANEL * i), decay))
+    """Turn scores into weights relative to the greatest so far; bring totals and the sums of values to the same. Two rows at a time, and both
+    halves of them: a chain of operations on one vector would wait for each result."""
+    half, row_bytes = 4 * LANES, 4 * PANEL
+    end = scores + row_bytes * num_keys
+    before, before_2 = load(state), load(state + half)
+    peak, peak_2, other, other_2 = before, before_2, before, before_2
+    for row in range(scores, end, 2 * row_bytes):
+        peak, peak_2 = greater(peak, load(row)), greater(peak_2, load(row + half))
+        other, other_2 = greater(other, load(row + row_bytes)), greater(other_2, load(row + row_bytes + half))
+    peak, peak_2 = greater(peak, other), greater(peak_2, other_2)
+    total, total_2 = filled(np.float32(0)), filled(np.float32(0))
+    for row in range(scores, end, row_bytes):
+        weight, weight_2 = exponential(subtracted(load(row), peak)), exponential(subtracted(load(row + half), peak_2))
+        store(row, weight)
+        store(row + half, weight_2)
+        total, total_2 = added(total, weight), added(total_2, weight_2)
+    decay, decay_2 = exponential(subtracted(before, peak)), exponential(subtracted(before_2, peak_2))
+    store(state, peak)
+    store(state + half, peak_2)
+    store(state + row_bytes, multiply_add(load(state + row_bytes), decay, total))
+    store(state + row_bytes + half, multiply_add(load(state + row_bytes + half), decay_2, total_2))
+    for line in range(out, out + row_bytes * dim, row_bytes):
+        store(line, multiplied(load(line), decay))
+        store(line + half, multiplied(load(line + half), decay_2))
 
 
 @njit

@@ -18,8 +18,8 @@ from pdjax.kernels.cpu.calls import floats, pointer
 from pdjax.kernels.cpu.numbers import widened
 
 _PART_BYTES = 256 * 1024
-"""Of weights, for one thread at a time: some 20 us of reading. A quarter of that costs a tenth of the bandwidth: each part begins without what the
-hardware fetches ahead."""
+"""Of weights, for one thread at a time: some 20 us of reading. A quarter of that costs a tenth of the bandwidth: each part begins without
+what the hardware fetches ahead."""
 
 
 def narrow_product(weight: jax.Array, columns: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from numba.extending import intrinsic
 
 from pdjax.kernels.cpu.vectors import HAS_WIDE_REGISTERS, LANES, ir_broadcast, ir_call, ir_load, ir_store, ir_vector
 
-TILE_ROWS = 12 if HAS_WIDE_REGISTERS else 4
-"""With two vectors a row 24 of the 32 registers of AVX-512, or 8 of the 16 of AVX2."""
+TILE_ROWS = 12 if HAS_WIDE_REGISTERS else 6
+"""With two vectors a row 24 of the 32 registers of AVX-512, or 12 of the 16 of AVX2."""
 PANEL = 2 * LANES
 """Columns of a tile. Matrices are cut into panels of so many columns: [depth, PANEL], row by row."""
 
@@ -25,26 +25,27 @@ _FLOAT, _INDEX, _WORD, _BYTES = ir.FloatType(), ir.IntType(32), ir.IntType(64), 
 _READ, _TO_SECOND_CACHE, _DATA = _INDEX(0), _INDEX(2), _INDEX(1)  # arguments of a prefetch
 
 
-def _tile_product(num_rows: int, num_vectors: int, lanes: int, is_streamed: bool = False) -> Any:
-    """A compiled function for tiles of so many rows and vectors. `is_streamed`: that fetches the next `num_rows` rows of the left matrix ahead, which lie behind these
-    in memory; for products of few columns, which wait for memory otherwise."""
+def _tile_product(num_rows: int, num_vectors: int, lanes: int, is_streamed: bool = False, is_sum: bool = False) -> Any:
+    """A compiled function for tiles of so many rows and vectors.
+
+    `is_streamed`: it fetches the next `num_rows` rows of the left matrix ahead, which lie behind these in memory. `is_sum`: it adds to `out`.
+    """
     vector = ir_vector(lanes)
 
     @intrinsic
-    def tile_product(typing_context: Any, left: Any, left_row: Any, left_step: Any, panel: Any, depth: Any, out: Any, out_row: Any, is_sum: Any) -> Any:
-        """out [num_rows, columns] = left [num_rows, depth] @ panel [depth, columns], or += if `is_sum`. Matrices are given by their addresses; of `left`
-        the bytes from row to row and from step to step of the depth, of `out` those from row to row."""
+    def tile_product(typing_context: Any, left: Any, left_row: Any, left_step: Any, panel: Any, depth: Any, out: Any, out_row: Any) -> Any:
+        """out [num_rows, columns] = left [num_rows, depth] @ panel [depth, columns], all float32. Matrices are given by their addresses; of
+        `left` the bytes from row to row and from step to step of the depth, of `out` those from row to row."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            left, left_row, left_step, panel, depth, out, out_row, is_sum = args
+            left, left_row, left_step, panel, depth, out, out_row = args
             columns, width = range(num_vectors), 4 * lanes
             lefts = [builder.add(left, builder.mul(left_row, _WORD(row))) for row in range(num_rows)]
             outs = [
                 [builder.add(out, builder.add(builder.mul(out_row, _WORD(row)), _WORD(width * column))) for column in columns]
                 for row in range(num_rows)
             ]
-            is_sum = builder.icmp_signed("!=", is_sum, _WORD(0))
-            begun = [[builder.select(is_sum, ir_load(builder, vector, at), ir.Constant(vector, None)) for at in row] for row in outs]
+            begun = [[ir_load(builder, vector, at) if is_sum else ir.Constant(vector, None) for at in row] for row in outs]
             entry, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
             builder.branch(loop)
 
@@ -76,7 +77,7 @@ def _tile_product(num_rows: int, num_vectors: int, lanes: int, is_streamed: bool
                     ir_store(builder, added[row][column], outs[row][column])
             return context.get_dummy_value()
 
-        return types.void(*(types.intp,) * 8), generate
+        return types.void(*(types.intp,) * 7), generate
 
     return tile_product
 
@@ -87,7 +88,6 @@ def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
     builder.call(prefetch, [builder.inttoptr(address, _BYTES), _READ, _TO_SECOND_CACHE, _DATA])
 
 
-
 multiply = _tile_product(TILE_ROWS, 2, LANES)
 """Of `PANEL` columns."""
 multiply_streamed = _tile_product(TILE_ROWS, 2, LANES, is_streamed=True)
@@ -95,6 +95,6 @@ multiply_half = _tile_product(TILE_ROWS, 1, LANES, is_streamed=True)
 """Of `LANES` columns."""
 multiply_eight = _tile_product(TILE_ROWS, 1, 8, is_streamed=True)
 multiply_four = _tile_product(TILE_ROWS, 1, 4, is_streamed=True)
-SHORT_ROWS = 8
-multiply_short = _tile_product(SHORT_ROWS, 2, LANES)
-"""Of `PANEL` columns and `SHORT_ROWS` rows, of which there is a whole number in more matrices."""
+SHORT_ROWS = 8 if HAS_WIDE_REGISTERS else 4
+add_product_short = _tile_product(SHORT_ROWS, 2, LANES, is_sum=True)
+"""Of `PANEL` columns and `SHORT_ROWS` rows, added to what is there."""

@@ -1,10 +1,11 @@
-"""Products of a weight with many columns, for prefill and for decode steps of several sequences on CPU.
+"""Products of a weight with many columns on CPU, for prefill and for decode steps of several sequences.
 
-XLA's product is as fast per core where it is large and alone. This one keeps both cores busy when another process takes some of their time, reads a weight
-for few columns at the memory's bandwidth, multiplies narrow numbers, and applies the gate of an MLP while its halves are in the cache.
+XLA's product is as fast where it is large and has the machine to itself. This one reads a weight for few columns at the bandwidth of the
+memory, multiplies narrow numbers, and applies the gate of an MLP while both its halves are in the cache. Work is shared in small parts, so
+that a core that another process takes for a moment holds nobody up.
 
-The columns are first packed into panels, as `kernels/cpu/tile.py` wants them; then each part of the work takes some rows of the weight through all panels.
-Importing this compiles the kernel.
+Columns are first packed into panels, as `pdjax.kernels.cpu.tile` wants them; then each part takes some rows of the weight through all
+panels. Importing this compiles the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdjax.kernels.cpu import calls
 from pdjax.kernels.cpu.calls import floats, pointer
 from pdjax.kernels.cpu.numbers import widened
 from pdjax.kernels.cpu.tile import PANEL, TILE_ROWS, multiply, multiply_eight, multiply_four, multiply_half, multiply_streamed
-from pdjax.kernels.cpu.vectors import LANES, divided, added, exponential, filled, lesser, load, multiplied, store, subtracted
+from pdjax.kernels.cpu.vectors import LANES, added, divided, exponential, filled, greater, load, multiplied, store, subtracted
 
 _PART_ROWS = 4 * TILE_ROWS
 _WEIGHT, _COLUMNS = 0, 1  # arguments of the call
@@ -40,7 +41,8 @@ def wide_product(weight: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def gated_product(weight: jax.Array, columns: jax.Array) -> jax.Array:
-    """silu(gate) * up of weight [2F, in] @ columns float32[in, T], whose first half is `gate` and whose second `up`: float32[F, T]. F and T have to be wide."""
+    """silu(gate) * up, float32[F, T], of weight [2F, in] @ columns float32[in, T], whose first half of rows is the gate. F and T as for
+    `is_wide`."""
     return _call(weight, columns, weight.shape[0] // 2)
 
 
@@ -121,19 +123,18 @@ def _multiply_part(frame: int, panels: int, own: int, part: int) -> None:
             else:
                 _widen(rows_at + depth * first, own + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.int8)
         rows_at, half_rows = own - 4 * depth * start, _PART_ROWS
-    tiles = own + _num_halves(frame) * 4 * _PART_ROWS * depth
+    tiles, num_halves = own + _num_halves(frame) * 4 * _PART_ROWS * depth, _num_halves(frame)
     for panel in range(_num_panels(frame)):
-        width = min(PANEL, _num_columns(frame) - PANEL * panel)
+        width, right = min(PANEL, _num_columns(frame) - PANEL * panel), panels + panel * _panel_bytes(frame)
         row = start
         while row < stop:
             first = min(row, stop - TILE_ROWS)
             out, out_row = calls.result(frame, 0) + 4 * (first * _num_columns(frame) + PANEL * panel), 4 * _num_columns(frame)
-            left, right = rows_at + 4 * depth * first, panels + panel * _panel_bytes(frame)
-            if _num_halves(frame) == 1:
-                _multiply_tile(left, right, depth, width, out, out_row, panel == 0)
-            else:
-                _multiply_tile(left, right, depth, width, tiles, 4 * PANEL, panel == 0)
-                _multiply_tile(left + 4 * depth * half_rows, right, depth, width, tiles + 4 * PANEL * TILE_ROWS, 4 * PANEL, panel == 0)
+            for half in range(num_halves):
+                left = rows_at + 4 * depth * (first + half * half_rows)
+                target, target_row = (out, out_row) if num_halves == 1 else (tiles + 4 * PANEL * TILE_ROWS * half, 4 * PANEL)
+                _multiply_tile(left, right, depth, width, target, target_row, panel == 0)
+            if num_halves == 2:
                 _gate(tiles, tiles + 4 * PANEL * TILE_ROWS, width, out, out_row)
             row += TILE_ROWS
 
@@ -149,15 +150,15 @@ def _widen(stored: int, wide: int, length: int, dtype: Any) -> None:
 def _multiply_tile(left: int, panel: int, depth: int, width: int, out: int, out_row: int, is_first: bool) -> None:
     """`TILE_ROWS` rows of a product, `width` columns of them."""
     if width == PANEL and is_first:
-        multiply_streamed(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+        multiply_streamed(left, 4 * depth, 4, panel, depth, out, out_row)
     elif width == PANEL:
-        multiply(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+        multiply(left, 4 * depth, 4, panel, depth, out, out_row)
     elif width == LANES:
-        multiply_half(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+        multiply_half(left, 4 * depth, 4, panel, depth, out, out_row)
     elif width == 8:
-        multiply_eight(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+        multiply_eight(left, 4 * depth, 4, panel, depth, out, out_row)
     else:
-        multiply_four(left, 4 * depth, 4, panel, depth, out, out_row, 0)
+        multiply_four(left, 4 * depth, 4, panel, depth, out, out_row)
 
 
 @njit
@@ -178,8 +179,9 @@ def _gate(gate: int, up: int, width: int, out: int, out_row: int) -> None:
 
 @njit
 def _silu_times(x: Any, y: Any) -> Any:
-    power = exponential(lesser(subtracted(filled(np.float32(0)), x), filled(np.float32(88))))
-    return multiplied(divided(x, added(filled(np.float32(1)), power)), y)
+    bounded = greater(x, filled(np.float32(-88)))  # silu is 0 below, and the power of more than 88 is not finite
+    power = exponential(subtracted(filled(np.float32(0)), bounded))
+    return multiplied(divided(bounded, added(filled(np.float32(1)), power)), y)
 
 
 @calls.c_function
