@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.model_kit import quick_compilation
 from tests.order import GroupScheduling, put_in_order
 
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ.setdefault("NUMBA_CACHE_DIR", str(live.COMPILE_CACHE))  # read when numba is imported; processes that tests start inherit it
 
 
 @pytest.fixture(scope="session")

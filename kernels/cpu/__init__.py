@@ -1,9 +1,9 @@
 """Kernels for CPUs, compiled by numba and called by XLA through its foreign function interface. They need the extra `cpu`.
 
-attention          `CpuAttention`, chosen by `pdjax.kernels.dispatch`
-decode_attention   its kernel
-product            a weight of narrow numbers times few columns
-calls, numbers     what kernels are made of
+* `attention`: `CpuAttention`, chosen by `pdjax.kernels.dispatch`; `prefill_attention` and `decode_attention` are its kernels.
+* `wide_product`, `product`: a weight times many columns, and times one or two.
+* `tile`: the innermost loop of large products, attention's among them.
+* `calls`, `numbers`, `vectors`: what kernels are made of.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from importlib.util import find_spec
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a compiler for these kernels. Without it decode runs in XLA, at about half the speed."""
+    """Whether there is a compiler for these kernels. Without it all runs in XLA: prefill takes about 1.25 times as long, decode up to 1.6 times."""
     return find_spec("numba") is not None

@@ -52,15 +52,16 @@ _KEPT: list[Any] = []
 
 
 def c_function(function: Callable[[int], int]) -> Any:
-    """Compile a function of one word that gives one, with what it calls, for C to call. That takes seconds; JAX's compilation cache, where
-    there is one, keeps the result."""
-    directory, before = jax.config.jax_compilation_cache_dir, numba.config.CACHE_DIR
-    if directory is not None:
+    """Compile a function of one word that gives one, with what it calls, for C to call. That takes seconds; the folder that `NUMBA_CACHE_DIR`
+    names, or else JAX's compilation cache, keeps the result. Without either nothing does."""
+    told = numba.config.CACHE_DIR
+    directory = told or jax.config.jax_compilation_cache_dir
+    if directory:
         numba.config.CACHE_DIR = str(Path(directory) / f"numba-{_sources()}")
     try:
-        compiled = cfunc(types.intp(types.intp), cache=directory is not None)(function)
+        compiled = cfunc(types.intp(types.intp), cache=bool(directory))(function)
     finally:
-        numba.config.CACHE_DIR = before
+        numba.config.CACHE_DIR = told
     _KEPT.append(compiled)
     return compiled
 

@@ -307,7 +307,7 @@ def _softmax(scores: int, num_keys: int, out: int, state: int, dim: int) -> None
         store(line + half, multiplied(load(line + half), decay_2))
 
 
-@njit
+@njit(error_model="numpy")
 def _finish(frame: int, head: int, row: int, width: int, out: int, state: int) -> None:
     dim, num_rows = _dim(frame), _num_rows(frame)
     totals = floats(state + 4 * PANEL, PANEL)
