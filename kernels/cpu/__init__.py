@@ -14,5 +14,5 @@ from importlib.util import find_spec
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a compiler for these kernels. Without it all runs in XLA: prefill takes about 1.25 times as long, decode up to 1.6 times."""
+    """Whether there is a compiler for these kernels. Without it all runs in XLA: prefill takes 1.25 times as long, decode up to 1.6 times."""
     return find_spec("numba") is not None

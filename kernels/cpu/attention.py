@@ -41,7 +41,7 @@ class CpuAttention:
         ) -> tuple[jax.Array, jax.Array]:
             pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
             attended = attend_pages(
-                queries.astype(jnp.float32), pool, batch.tables, batch.visible, *_arguments(pool, queries.shape[1], layer, spec, -math.inf)
+                queries.astype(jnp.float32), pool, batch.tables, batch.visible, *_arguments(pool, queries.shape[1], layer, spec)
             )
             return attended.astype(queries.dtype), pool
 
@@ -70,7 +70,7 @@ class _AttendRows(AttendHeads):
     ) -> tuple[jax.Array, jax.Array]:
         """`queries` [H, D, T], `kv` [T, 2 * K, D]. Returns: attended [H, D, T], the pool."""
         # Only a process that prefills compiles the kernel and loads its compiler.
-        from pdjax.kernels.cpu.prefill_attention import NO_SINK, attend_rows
+        from pdjax.kernels.cpu.prefill_attention import attend_rows
 
         batch = self._batch
         pool = write_kv(pool, layer, batch, kv, spec.kv_scales)
@@ -81,16 +81,16 @@ class _AttendRows(AttendHeads):
             batch.first_rows,
             batch.starts,
             batch.lengths,
-            *_arguments(pool, len(queries), layer, spec, NO_SINK),
+            *_arguments(pool, len(queries), layer, spec),
         )
         return attended.astype(queries.dtype), pool
 
 
-def _arguments(pool: jax.Array, num_heads: int, layer: jax.Array | int, spec: AttentionSpec, no_sink: float) -> tuple[jax.Array, ...]:
+def _arguments(pool: jax.Array, num_heads: int, layer: jax.Array | int, spec: AttentionSpec) -> tuple[jax.Array, ...]:
     """What both kernels take as `numbers`, `factors`, `scales` and `sinks`."""
     return (
         jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(0 if spec.window is None else spec.window, jnp.int32)]),
         jnp.array([pool.shape[4] ** -0.5 if spec.scale is None else spec.scale, spec.soft_cap or 0.0], jnp.float32),
         jnp.ones(pool.shape[3], jnp.float32) if spec.kv_scales is None else spec.kv_scales,
-        jnp.full(num_heads, no_sink, jnp.float32) if spec.sinks is None else spec.sinks.astype(jnp.float32),
+        jnp.full(num_heads, -math.inf, jnp.float32) if spec.sinks is None else spec.sinks.astype(jnp.float32),
     )

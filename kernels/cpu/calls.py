@@ -151,6 +151,12 @@ def floats(address: int, length: int) -> Any:
 
 
 @njit
+def integers(frame: int, index: int) -> Any:
+    """Argument `index` of int32, by its flat index."""
+    return carray(pointer(argument(frame, index)), 1 << 30, types.int32)
+
+
+@njit
 def argument_dtype(frame: int, index: int) -> int:
     """Code of the dtype of argument `index`."""
     return _words(_words(_words(frame)[_ARGUMENTS])[index])[_DTYPE] & 0xFFFFFFFF

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from pdjax.kernels.cpu import calls
-from pdjax.kernels.cpu.calls import floats, pointer
+from pdjax.kernels.cpu.calls import floats, integers, pointer
 from pdjax.kernels.cpu.numbers import exponential, widened
 
 _STRETCH = 128
@@ -56,7 +56,7 @@ def attend_pages(
 @njit
 def _num_stretches(frame: int) -> int:
     """Of the longest sequence."""
-    visible, longest = _integers(frame, _VISIBLE), 1
+    visible, longest = integers(frame, _VISIBLE), 1
     for sequence in range(calls.argument_dim(frame, _VISIBLE, 0)):
         longest = max(longest, visible[sequence])
     return (longest + _STRETCH - 1) // _STRETCH
@@ -95,7 +95,7 @@ def _run_part(frame: int, scratch: int, part: int) -> None:
     """Attention of all heads of one sequence over one stretch."""
     num_stretches, dtype = _num_stretches(frame), calls.argument_dtype(frame, _POOL)
     sequence, stretch = part // num_stretches, part % num_stretches
-    end, window = _integers(frame, _VISIBLE)[sequence], _integers(frame, _NUMBERS)[_WINDOW]
+    end, window = integers(frame, _VISIBLE)[sequence], integers(frame, _NUMBERS)[_WINDOW]
     first = max(stretch * _STRETCH, end - window if window > 0 else 0)
     num_rows, states = max(min((stretch + 1) * _STRETCH, end) - first, 0), scratch + part * _part_bytes(frame)
     if dtype == calls.FLOAT32:
@@ -157,14 +157,8 @@ def _page_row(frame: int, sequence: int, position: int) -> int:
     """Index of a position among all rows [layers * pages * page_size] of the pool."""
     num_pages, page_size = calls.argument_dim(frame, _POOL, 1), calls.argument_dim(frame, _POOL, 2)
     table_pages = calls.argument_dim(frame, _TABLES, 1)
-    page = _integers(frame, _TABLES)[sequence * table_pages + position // page_size]
-    return (_integers(frame, _NUMBERS)[_LAYER] * num_pages + page) * page_size + position % page_size
-
-
-@njit
-def _integers(frame: int, index: int) -> Any:
-    """An argument of int32, by its flat index."""
-    return carray(pointer(calls.argument(frame, index)), 1 << 30, types.int32)
+    page = integers(frame, _TABLES)[sequence * table_pages + position // page_size]
+    return (integers(frame, _NUMBERS)[_LAYER] * num_pages + page) * page_size + position % page_size
 
 
 @njit(fastmath=True)

@@ -20,7 +20,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from pdjax.kernels.cpu import calls
-from pdjax.kernels.cpu.calls import floats, pointer
+from pdjax.kernels.cpu.calls import floats, integers, pointer
 from pdjax.kernels.cpu.numbers import widened
 from pdjax.kernels.cpu.tile import PANEL, SHORT_ROWS, TILE_ROWS, add_product_short, multiply
 from pdjax.kernels.cpu.vectors import (
@@ -43,8 +43,7 @@ _TILE_PANELS = 2
 _TILE = _TILE_PANELS * PANEL
 _BLOCK = 96
 """Keys of a block: whole tiles, of 12 rows and of 4."""
-NO_SINK = -1e30
-_MASKED = np.float32(NO_SINK)
+_MASKED = np.float32(-1e30)
 """Score of what is not seen: finite, so that no difference of two is NaN."""
 _QUERIES, _POOL, _TABLES, _FIRST_ROWS, _STARTS, _LENGTHS, _NUMBERS, _FACTORS, _SCALES, _SINKS = range(10)
 """Arguments of the call."""
@@ -72,16 +71,10 @@ def attend_rows(
         numbers: int32[2]: the layer, and the window, 0 for none.
         factors: float32[2]: of the scores, and the soft cap, 0 for none.
         scales: float32[2 * K]: factors of what the pool holds.
-        sinks: float32[H], `NO_SINK` where there are none.
+        sinks: float32[H], -inf where there are none.
     """
     call = jax.ffi.ffi_call("pdjax_prefill_attention", jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     return call(queries, pool, tables, first_rows, starts, lengths, numbers, factors, scales, sinks)
-
-
-@njit
-def _integers(frame: int, index: int) -> Any:
-    """An argument of int32, by its flat index."""
-    return carray(pointer(calls.argument(frame, index)), 1 << 30, types.int32)
 
 
 @njit
@@ -106,7 +99,7 @@ def _num_rows(frame: int) -> int:
 
 @njit
 def _num_tiles(frame: int) -> int:
-    lengths, total = _integers(frame, _LENGTHS), 0
+    lengths, total = integers(frame, _LENGTHS), 0
     for sequence in range(calls.argument_dim(frame, _LENGTHS, 0)):
         total += (lengths[sequence] + _TILE - 1) // _TILE
     return total
@@ -123,7 +116,7 @@ def _own_bytes(frame: int) -> int:
 def _run_part(frame: int, own: int, part: int) -> None:
     """Part 0 has the last tile of the last sequence, which is among the longest: those at the end are short, so that threads end together."""
     kv_head, tile = part % _num_kv_heads(frame), _num_tiles(frame) - 1 - part // _num_kv_heads(frame)
-    lengths, sequence = _integers(frame, _LENGTHS), 0
+    lengths, sequence = integers(frame, _LENGTHS), 0
     while tile >= (lengths[sequence] + _TILE - 1) // _TILE:
         tile -= (lengths[sequence] + _TILE - 1) // _TILE
         sequence += 1
@@ -133,9 +126,9 @@ def _run_part(frame: int, own: int, part: int) -> None:
 @njit
 def _attend(frame: int, own: int, sequence: int, kv_head: int, offset: int) -> None:
     """The rows of a sequence from its row `offset` on, up to `_TILE` of them."""
-    dim, group, window = _dim(frame), _group(frame), _integers(frame, _NUMBERS)[_WINDOW]
-    num_rows = min(_integers(frame, _LENGTHS)[sequence] - offset, _TILE)
-    position, first_row = _integers(frame, _STARTS)[sequence] + offset, _integers(frame, _FIRST_ROWS)[sequence] + offset
+    dim, group, window = _dim(frame), _group(frame), integers(frame, _NUMBERS)[_WINDOW]
+    num_rows = min(integers(frame, _LENGTHS)[sequence] - offset, _TILE)
+    position, first_row = integers(frame, _STARTS)[sequence] + offset, integers(frame, _FIRST_ROWS)[sequence] + offset
     num_panels = (num_rows + PANEL - 1) // PANEL
     panel_bytes = 4 * dim * PANEL
     keys, values = own, own + 4 * _BLOCK * dim
@@ -202,8 +195,8 @@ def _gather(frame: int, sequence: int, kv_head: int, first: int, num_keys: int, 
     """Keys and values of positions from `first` on as float32[_BLOCK, D], with rows of 0 behind `num_keys`."""
     num_pages, page_size = calls.argument_dim(frame, _POOL, 1), calls.argument_dim(frame, _POOL, 2)
     table_pages, dim, num_kv = calls.argument_dim(frame, _TABLES, 1), _dim(frame), 2 * _num_kv_heads(frame)
-    tables, scales = _integers(frame, _TABLES), floats(calls.argument(frame, _SCALES), num_kv)
-    layer, key_scale, value_scale = _integers(frame, _NUMBERS)[_LAYER], scales[2 * kv_head], scales[2 * kv_head + 1]
+    tables, scales = integers(frame, _TABLES), floats(calls.argument(frame, _SCALES), num_kv)
+    layer, key_scale, value_scale = integers(frame, _NUMBERS)[_LAYER], scales[2 * kv_head], scales[2 * kv_head + 1]
     for i in range(num_keys):
         position = first + i
         page = tables[sequence * table_pages + position // page_size]
@@ -320,7 +313,7 @@ def _finish(frame: int, head: int, row: int, width: int, out: int, state: int) -
 @njit
 def _clear_padding(frame: int) -> None:
     """Rows behind those of the last sequence."""
-    lengths, end, num_rows = _integers(frame, _LENGTHS), 0, _num_rows(frame)
+    lengths, end, num_rows = integers(frame, _LENGTHS), 0, _num_rows(frame)
     for sequence in range(calls.argument_dim(frame, _LENGTHS, 0)):
         end += lengths[sequence]
     for i in range(calls.argument_dim(frame, _QUERIES, 0) * _dim(frame)):

@@ -91,10 +91,13 @@ def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
 multiply = _tile_product(TILE_ROWS, 2, LANES)
 """Of `PANEL` columns."""
 multiply_streamed = _tile_product(TILE_ROWS, 2, LANES, is_streamed=True)
+"""Of `PANEL` columns, for rows that no cache holds yet."""
 multiply_half = _tile_product(TILE_ROWS, 1, LANES, is_streamed=True)
 """Of `LANES` columns."""
 multiply_eight = _tile_product(TILE_ROWS, 1, 8, is_streamed=True)
 multiply_four = _tile_product(TILE_ROWS, 1, 4, is_streamed=True)
+
 SHORT_ROWS = 8 if HAS_WIDE_REGISTERS else 4
+"""Of tiles whose rows are those of a head."""
 add_product_short = _tile_product(SHORT_ROWS, 2, LANES, is_sum=True)
 """Of `PANEL` columns and `SHORT_ROWS` rows, added to what is there."""

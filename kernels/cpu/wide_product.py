@@ -104,8 +104,9 @@ def _num_halves(frame: int) -> int:
 
 @njit
 def _own_bytes(frame: int) -> int:
-    """Scratch of a thread: the rows of a part as float32, and two tiles."""
-    return _num_halves(frame) * 4 * _PART_ROWS * _depth(frame) + 8 * TILE_ROWS * PANEL
+    """Scratch of a thread: two tiles, and the rows of a part as float32 where the weight is narrower."""
+    is_narrow = calls.argument_dtype(frame, _WEIGHT) != calls.FLOAT32
+    return 8 * TILE_ROWS * PANEL + (_num_halves(frame) * 4 * _PART_ROWS * _depth(frame) if is_narrow else 0)
 
 
 @njit
@@ -114,16 +115,15 @@ def _multiply_part(frame: int, panels: int, own: int, part: int) -> None:
     num_rows, depth, rows_at = calls.result_dim(frame, 0, 0), _depth(frame), calls.argument(frame, _WEIGHT)
     stop = min((part + 1) * _PART_ROWS, num_rows)
     start, dtype = min(part * _PART_ROWS, stop - TILE_ROWS), calls.argument_dtype(frame, _WEIGHT)
-    half_rows = num_rows
+    tiles, widened_rows, half_rows, num_halves = own, own + 8 * TILE_ROWS * PANEL, num_rows, _num_halves(frame)
     if dtype != calls.FLOAT32:
-        for half in range(_num_halves(frame)):
+        for half in range(num_halves):
             first = half * num_rows + start
             if dtype == calls.UINT16:
-                _widen(rows_at + 2 * depth * first, own + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.uint16)
+                _widen(rows_at + 2 * depth * first, widened_rows + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.uint16)
             else:
-                _widen(rows_at + depth * first, own + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.int8)
-        rows_at, half_rows = own - 4 * depth * start, _PART_ROWS
-    tiles, num_halves = own + _num_halves(frame) * 4 * _PART_ROWS * depth, _num_halves(frame)
+                _widen(rows_at + depth * first, widened_rows + 4 * depth * half * _PART_ROWS, depth * (stop - start), types.int8)
+        rows_at, half_rows = widened_rows - 4 * depth * start, _PART_ROWS
     for panel in range(_num_panels(frame)):
         width, right = min(PANEL, _num_columns(frame) - PANEL * panel), panels + panel * _panel_bytes(frame)
         row = start
